@@ -1,0 +1,24 @@
+"""The components that come with the core: the native engine, the workloads and the evaluators."""
+
+from __future__ import annotations
+
+from infermix.engine.components import COMPONENTS as ENGINES
+from infermix.hookspecs import hookimpl
+from infermix.quality.components import COMPONENTS as EVALUATORS
+from infermix.roles.component import Component
+from infermix.workload.components import COMPONENTS as WORKLOADS
+
+
+@hookimpl
+def infermix_engine() -> list[Component]:
+    return list(ENGINES)
+
+
+@hookimpl
+def infermix_workload() -> list[Component]:
+    return list(WORKLOADS)
+
+
+@hookimpl
+def infermix_evaluator() -> list[Component]:
+    return list(EVALUATORS)

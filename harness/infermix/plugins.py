@@ -1,0 +1,125 @@
+"""The catalogue: every component of every installed plugin, with its provenance.
+
+Plugins are found through the entry-point group `infermix`. One that fails to import does not take the others down:
+its error is kept in `Catalogue.errors`. Two components of one role with the same name are refused.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pluggy
+
+from infermix import hookspecs
+from infermix.errors import UserError, nearest
+from infermix.roles.component import Component, Provenance, Registered, Role
+
+ENTRY_POINT_GROUP = "infermix"
+
+
+@dataclass(frozen=True)
+class Catalogue:
+    """All registered components by role and name; `errors` maps entry point -> why it failed to load."""
+
+    components: Mapping[Role, Mapping[str, Registered]]
+    errors: Mapping[str, str]
+
+    def find(self, role: Role, name: str) -> Registered:
+        """Raises `UserError` with the nearest name when there is none."""
+        known = self.components[role]
+        if name not in known:
+            raise UserError(f"no {role} component is called {name!r}", hint=nearest(name, known))
+        return known[name]
+
+    def all(self, role: Role | None = None) -> Iterable[Registered]:
+        for each in Role if role is None else (role,):
+            yield from self.components[each].values()
+
+
+def load_catalogue(extra: Mapping[str, Any] | None = None) -> Catalogue:
+    """Read every plugin. `extra` (name -> module or object with hooks) adds plugins without an entry point."""
+    manager = pluggy.PluginManager(hookspecs.PROJECT)
+    manager.add_hookspecs(hookspecs)
+    provenances: dict[str, Provenance] = {}
+    errors = _register_entry_points(manager, provenances)
+    for name, plugin in (extra or {}).items():
+        manager.register(plugin, name=name)
+        provenances[name] = Provenance(name, "unpackaged", getattr(plugin, "__name__", name))
+    manager.check_pending()
+    components: dict[Role, dict[str, Registered]] = {role: {} for role in Role}
+    for plugin_name, plugin in manager.list_name_plugin():
+        _collect(plugin, plugin_name, provenances[plugin_name], components, errors)
+    return Catalogue(components, errors)
+
+
+def _register_entry_points(
+    manager: pluggy.PluginManager, provenances: dict[str, Provenance]
+) -> dict[str, str]:
+    errors: dict[str, str] = {}
+    seen: set[tuple[str, str]] = set()
+    for point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
+        if (point.name, point.value) in seen:
+            continue
+        seen.add((point.name, point.value))
+        try:
+            plugin = point.load()
+        except Exception as error:  # a broken plugin may raise anything; it must not take the others down
+            errors[point.name] = f"{type(error).__name__}: {error}"
+            continue
+        manager.register(plugin, name=point.name)
+        dist = point.dist
+        provenances[point.name] = Provenance(
+            dist.name if dist else "unknown", dist.version if dist else "unknown", point.value
+        )
+    return errors
+
+
+def _collect(
+    plugin: Any,
+    plugin_name: str,
+    provenance: Provenance,
+    components: dict[Role, dict[str, Registered]],
+    errors: dict[str, str],
+) -> None:
+    for role in Role:
+        hook = getattr(plugin, f"infermix_{role.value}", None)
+        if hook is None:
+            continue
+        try:
+            offered = hook()
+        except Exception as error:  # same reason as above
+            errors[plugin_name] = f"infermix_{role.value} raised {type(error).__name__}: {error}"
+            continue
+        for component in offered:
+            _add(component, role, provenance, components)
+
+
+def _add(
+    component: Component, role: Role, provenance: Provenance, components: dict[Role, dict[str, Registered]]
+) -> None:
+    if component.role is not role:
+        raise UserError(
+            f"{provenance.module} registers {component.name!r} under infermix_{role.value}, "
+            f"but its role is {component.role.value}"
+        )
+    other = components[role].get(component.name)
+    if other is not None:
+        raise UserError(
+            f"two {role.value} components are called {component.name!r}: one from "
+            f"{other.provenance.distribution} ({other.provenance.module}), one from "
+            f"{provenance.distribution} ({provenance.module})",
+            hint="uninstall one of them or rename it",
+        )
+    components[role][component.name] = Registered(component, provenance, _unavailable(component))
+
+
+def _unavailable(component: Component) -> str | None:
+    missing = [name for name in component.requires if importlib.util.find_spec(name) is None]
+    if not missing:
+        return None
+    remedy = f"pip install infermix[{component.extra}]" if component.extra else f"pip install {' '.join(missing)}"
+    return f"needs {', '.join(missing)}: {remedy}"

@@ -1,0 +1,122 @@
+"""The record: one JSON file that says what ran, how, and what was measured."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+SCHEMA_VERSION = 1
+
+State = Literal["ok", "invalid", "oom", "timeout", "error", "wrong"]
+Verdict = Literal["green", "yellow", "red"]
+
+
+class Metric(msgspec.Struct, kw_only=True):
+    """One figure. `samples` are one value per repeat; the interval is over repeats (95 %)."""
+
+    value: float
+    unit: str
+    better: Literal["higher", "lower", "none"] = "none"
+    samples: list[float] = []
+    ci_low: float | None = None
+    ci_high: float | None = None
+
+
+class GuardResult(msgspec.Struct, kw_only=True):
+    """One check of the measurement itself; machine-readable verdict, a sentence for people."""
+
+    name: str
+    verdict: Verdict
+    detail: str = ""
+    value: float | None = None
+    limit: float | None = None
+
+
+class PartRecord(msgspec.Struct, kw_only=True):
+    """What was asked for and what executed."""
+
+    name: str
+    options: dict[str, Any] = {}
+    distribution: str = ""
+    version: str = ""
+    lossless: bool = True
+    via: dict[str, str] = {}
+    executed: dict[str, Any] = {}
+
+
+class RequestSample(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One request of one repeat; times in seconds from the start of the repeat, `emissions` as (time_s, tokens)."""
+
+    request_id: str
+    arrival_s: float
+    sent_s: float
+    input_tokens: int
+    emissions: list[tuple[float, int]]
+    finish_reason: str
+    category: str = ""
+
+
+class Repeat(msgspec.Struct, kw_only=True):
+    """Raw samples of one measured repeat."""
+
+    wall_s: float
+    requests: list[RequestSample]
+    steps: int = 0
+    generator_late_s: float = 0.0
+    environment: dict[str, Any] = {}
+
+
+class QualityRecord(msgspec.Struct, kw_only=True):
+    """One quality metric; its name carries the protocol."""
+
+    value: float
+    unit: str
+    better: Literal["higher", "lower"]
+    stderr: float | None = None
+    samples: list[float] = []
+    details: dict[str, Any] = {}
+
+
+class Record(msgspec.Struct, kw_only=True):
+    """One execution of one cell. `experiment` is the resolved experiment as plain data, without its sweep.
+
+    `track` groups comparable rows: model, workload and machine digest. `complete` is written last.
+    """
+
+    schema_version: int = SCHEMA_VERSION
+    run_id: str
+    created: str
+    experiment_name: str
+    cell: str
+    cell_digest: str
+    overrides: dict[str, Any] = {}
+    baseline: bool = False
+    track: str = ""
+    experiment: dict[str, Any] = {}
+    state: State
+    reason: str = ""
+    device: str = ""
+    dtype: str = ""
+    model: dict[str, Any] = {}
+    engine: PartRecord | None = None
+    parts: dict[str, PartRecord] = {}
+    metrics: dict[str, Metric] = {}
+    quality: dict[str, QualityRecord] = {}
+    guards: list[GuardResult] = []
+    phases_s: dict[str, float] = {}
+    memory: dict[str, float] = {}
+    roofline: dict[str, Any] = {}
+    self_check: dict[str, Any] = {}
+    repeats: list[Repeat] = []
+    outputs: list[dict[str, Any]] = []
+    environment: dict[str, Any] = {}
+    counters: dict[str, float] = {}
+    log: list[str] = []
+    complete: bool = False
+
+    @property
+    def verdict(self) -> Verdict:
+        """The worst guard: the colour of the row."""
+        order: tuple[Verdict, ...] = ("green", "yellow", "red")
+        return max((guard.verdict for guard in self.guards), key=order.index, default="green")

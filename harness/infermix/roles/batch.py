@@ -1,0 +1,58 @@
+"""The packed batch of one forward pass.
+
+Device tensors have the shapes given here; in a captured step they are persistent, of fixed capacity, and updated
+in place. Padded rows have context length 0, write to the sink block and return zeros.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(slots=True)
+class GroupBatch:
+    """Addresses of one KV group: `slot_mapping [T]` int64 (where new tokens go), `block_tables [B, W]` int32."""
+
+    slot_mapping: Tensor
+    block_tables: Tensor
+
+
+@dataclass(slots=True)
+class Batch:
+    """T new tokens of B sequences, flat, each with its own query length (prefill, chunk, decode, verification alike).
+
+    - `input_ids [T]`, `positions [T]` int64; `cu_seqlens_q [B + 1]`, `context_lens [B]` int32 (context includes the
+      new tokens); `logits_rows [R]` int64, the rows of T whose logits are wanted.
+    - `query_lens`, `host_context_lens`: the same on the host; `host_context_lens` is `None` in a captured step, where
+      no Python may depend on it.
+    - `query_len`: the common query length, or `None` when lengths differ. `context_capacity`: an upper bound on
+      `context_lens`, static for a captured step (its context bucket).
+    - `groups`: one `GroupBatch` per KV group.
+    """
+
+    input_ids: Tensor
+    positions: Tensor
+    cu_seqlens_q: Tensor
+    context_lens: Tensor
+    logits_rows: Tensor
+    groups: tuple[GroupBatch, ...]
+    query_lens: tuple[int, ...]
+    host_context_lens: tuple[int, ...] | None
+    query_len: int | None
+    context_capacity: int
+
+    @property
+    def num_seqs(self) -> int:
+        return len(self.query_lens)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.input_ids.shape[0])
+
+    @property
+    def captured(self) -> bool:
+        return self.host_context_lens is None

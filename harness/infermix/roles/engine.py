@@ -1,0 +1,115 @@
+"""Role: engine. Above this protocol nobody knows which engine runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from infermix.roles.component import Choice, Role
+    from infermix.roles.facts import MachineFacts, ModelFacts, ResolvedSource
+    from infermix.roles.request import Request, TokenEvent
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineContext:
+    """What an engine is built from.
+
+    `parts` are the chosen components per hosted role, `clock_ns` the one
+    clock, `progress(phase, fraction)` reports set-up, `max_model_len` and `max_num_seqs` bound what the workload and
+    the evaluators will ask for, `base` is the folder that relative paths start from.
+    """
+
+    source: ResolvedSource
+    facts: ModelFacts
+    machine: MachineFacts
+    dtype: str
+    parts: Mapping[Role, Choice]
+    max_model_len: int
+    max_num_seqs: int
+    seed: int
+    clock_ns: Callable[[], int]
+    progress: Callable[[str, float], None] = lambda phase, fraction: None
+    kv_memory_bytes: int | None = None
+    base: Path | None = None
+
+
+@dataclass(kw_only=True)
+class EngineReport:
+    """What really ran, for the record. `executed` maps role -> implementation facts (class, kernel, via, dtype)."""
+
+    executed: dict[str, dict[str, Any]] = field(default_factory=dict)
+    setup_s: dict[str, float] = field(default_factory=dict)
+    weight_bytes: int | None = None
+    kv_bytes: int | None = None
+    kv_bytes_per_token: float | None = None
+    self_check: dict[str, Any] = field(default_factory=dict)
+    graphs: dict[str, Any] = field(default_factory=dict)
+    counters: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreRequest:
+    """Log-probabilities of `token_ids[first:]`, each given everything before it.
+
+    `protocol` is `prefill` (one pass) or `decode` (one token at a time, through the KV cache).
+    """
+
+    token_ids: tuple[int, ...]
+    first: int = 1
+    protocol: str = "prefill"
+    want_logits: bool = False
+
+
+@dataclass(slots=True)
+class Score:
+    """`logprobs[i]` and `top1[i]` (the argmax token) for `token_ids[first + i]`; `logits [n, V]` fp32 CPU if wanted."""
+
+    logprobs: list[float]
+    top1: list[int]
+    logits: Any = None
+
+
+class Tokenizer(Protocol):
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    vocab_size: int
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, token_ids: Sequence[int]) -> str: ...
+
+    def apply_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]: ...
+
+
+class Engine(Protocol):
+    """A running model. Not thread-safe; one step at a time."""
+
+    #: `None` for a model without a tokenizer (dummy weights).
+    tokenizer: Tokenizer | None
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. Raises `UserError` when the prompt is empty or longer than the model's positions."""
+        ...
+
+    def step(self) -> list[TokenEvent]:
+        """Advance; returns the tokens that reached the host, possibly none."""
+        ...
+
+    @property
+    def has_work(self) -> bool: ...
+
+    def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
+        """Quality through the same weights and parts. Only when idle."""
+        ...
+
+    def report(self) -> EngineReport: ...
+
+    def reset(self) -> None:
+        """Drop all requests and cached state between repeats; counters restart."""
+        ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,120 @@
+"""Role: KV layout, first half. Who owns which block: pure bookkeeping, no torch.
+
+Scheduler, simulator, `plan` and the calculators see only this half.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from infermix.roles.kv_store import KVStore
+
+
+@dataclass(frozen=True)
+class KVGroup:
+    """Layers of equal layout, window and shape. `layers` are model layer indices."""
+
+    layers: tuple[int, ...]
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    window: int | None = None
+
+    def bytes_per_token(self, element_bytes: float) -> float:
+        return len(self.layers) * self.num_kv_heads * (self.key_dim + self.value_dim) * element_bytes
+
+
+@dataclass(frozen=True)
+class KVBudget:
+    """What the engine may use: `max_bytes` `None` means "as much as max_num_seqs x max_model_len needs"."""
+
+    max_num_seqs: int
+    max_model_len: int
+    element_bytes: int
+    max_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class KVShape:
+    """A sized layout: `num_blocks` usable blocks of `block_size` tokens plus one sink block with id `num_blocks`.
+
+    `bytes` is what the store allocates, sink included; `bytes_per_token` what one more token costs.
+    """
+
+    groups: tuple[KVGroup, ...]
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int
+    max_model_len: int
+    bytes: int
+    bytes_per_token: float
+
+    @property
+    def sink_block(self) -> int:
+        return self.num_blocks
+
+    @property
+    def capacity_tokens(self) -> int:
+        return self.num_blocks * self.block_size
+
+    @property
+    def blocks_per_seq(self) -> int:
+        """Widest block table: blocks of one sequence of `max_model_len` tokens."""
+        return -(-self.max_model_len // self.block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class KVUsage:
+    """Slots at one moment: allocated to sequences, of those holding a token, and all."""
+
+    allocated_tokens: int
+    used_tokens: int
+    capacity_tokens: int
+
+
+class KVSpace(Protocol):
+    """Block ownership per sequence id. Every method is O(blocks touched)."""
+
+    #: A sequence keeps one row for life and must sit at that index of a captured batch (dense layouts).
+    fixed_rows: bool
+    #: Nothing is kept: the runner feeds the whole sequence at each step (`kv: none`).
+    recompute: bool
+
+    def reserve(self, seq_id: int, num_tokens: int) -> bool:
+        """Make room for `num_tokens` tokens in all; `False` (and no change) when there is none."""
+        ...
+
+    def truncate(self, seq_id: int, num_tokens: int) -> None:
+        """Keep the first `num_tokens` tokens and give back what is no longer needed."""
+        ...
+
+    def fork(self, parent_id: int, child_id: int) -> list[tuple[int, int]] | None:
+        """Let `child_id` share the parent's tokens; returns (source, target) block copies to make, `None` if full."""
+        ...
+
+    def release(self, seq_id: int) -> None:
+        """Give back everything; unknown ids are ignored."""
+        ...
+
+    def block_table(self, seq_id: int, group: int = 0) -> Sequence[int]:
+        """Blocks of the sequence in order; live and read-only, valid until the next call that changes it."""
+        ...
+
+    def fits(self, num_tokens: int) -> bool:
+        """Whether one sequence of `num_tokens` could be held by an empty space."""
+        ...
+
+    def usage(self) -> KVUsage: ...
+
+
+class KVLayout(Protocol):
+    """Both halves. `shape`, `space` import no torch; `store` does."""
+
+    def shape(self, groups: tuple[KVGroup, ...], budget: KVBudget) -> KVShape: ...
+
+    def space(self, shape: KVShape) -> KVSpace: ...
+
+    def store(self, shape: KVShape, device: Any, dtype: Any) -> KVStore: ...

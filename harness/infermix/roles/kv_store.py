@@ -1,0 +1,98 @@
+"""Role: KV layout, second half. The bytes, and the views that attention reads.
+
+Every view answers `sequence` (host lengths known) and `batched` (captured or uniform steps). `gathers` says whether
+those copy: reading a paged layout through them is the declared adapter `gather`, never a hidden cost.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from infermix.roles.batch import Batch, GroupBatch
+
+
+@dataclass(slots=True)
+class RaggedView:
+    """One `[S_i, Hkv, D]` tensor per sequence."""
+
+    keys: list[Tensor]
+    values: list[Tensor]
+    gathers = False
+
+    def sequence(self, index: int, length: int) -> tuple[Tensor, Tensor]:
+        """K `[length, Hkv, Dk]` and V `[length, Hkv, Dv]` of one sequence."""
+        return self.keys[index][:length], self.values[index][:length]
+
+
+@dataclass(slots=True)
+class DenseView:
+    """`keys [B, capacity, Hkv, Dk]`: row i belongs to sequence i of the batch; no copy was made."""
+
+    keys: Tensor
+    values: Tensor
+    gathers = False
+
+    def sequence(self, index: int, length: int) -> tuple[Tensor, Tensor]:
+        return self.keys[index, :length], self.values[index, :length]
+
+    def batched(self, capacity: int) -> tuple[Tensor, Tensor]:
+        """K `[B, capacity, Hkv, Dk]` and V alike; what lies beyond a sequence's context is unspecified."""
+        return self.keys[:, :capacity], self.values[:, :capacity]
+
+
+@dataclass(slots=True)
+class PagedView:
+    """`keys [num_blocks + 1, block_size, Hkv, Dk]`, `block_tables [B, W]` int32."""
+
+    keys: Tensor
+    values: Tensor
+    block_tables: Tensor
+    gathers = True
+
+    def sequence(self, index: int, length: int) -> tuple[Tensor, Tensor]:
+        blocks = self.block_tables[index, : -(-length // self.keys.shape[1])]
+        return self._gather(self.keys, blocks)[:length], self._gather(self.values, blocks)[:length]
+
+    def batched(self, capacity: int) -> tuple[Tensor, Tensor]:
+        num_seqs = self.block_tables.shape[0]
+        blocks = self.block_tables[:, : -(-capacity // self.keys.shape[1])].reshape(-1)
+        keys, values = self._gather(self.keys, blocks), self._gather(self.values, blocks)
+        return (
+            keys.view(num_seqs, -1, *keys.shape[1:])[:, :capacity],
+            values.view(num_seqs, -1, *values.shape[1:])[:, :capacity],
+        )
+
+    @staticmethod
+    def _gather(pool: Tensor, blocks: Tensor) -> Tensor:
+        return pool.index_select(0, blocks).flatten(0, 1)
+
+
+View = RaggedView | DenseView | PagedView
+
+
+class KVStore(Protocol):
+    """Device memory of a layout. `write` and `view` are capturable unless the layout declares `graph:no`."""
+
+    def write(self, layer_idx: int, k: Tensor, v: Tensor, batch: Batch, group: GroupBatch) -> None:
+        """Store `k [T, Hkv, Dk]`, `v [T, Hkv, Dv]` at `group.slot_mapping`."""
+        ...
+
+    def view(self, layer_idx: int, batch: Batch, group: GroupBatch) -> View: ...
+
+    def copy(self, pairs: list[tuple[int, int]]) -> None:
+        """Copy whole blocks (source, target) in every layer."""
+        ...
+
+    def export_blocks(self, blocks: list[int]) -> list[tuple[Tensor, Tensor]]:
+        """Blocks of every layer, as `[n, block_size, Hkv, D]` copies on the store's device."""
+        ...
+
+    def import_blocks(self, blocks: list[int], data: list[tuple[Tensor, Tensor]]) -> None: ...
+
+    def allocated_bytes(self) -> int:
+        """Bytes of every tensor that the store holds."""
+        ...

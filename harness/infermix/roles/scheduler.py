@@ -1,0 +1,56 @@
+"""Role: scheduler. A pure policy over waiting, running and the KV space; the same object runs in the simulator."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from infermix.roles.kv_space import KVSpace
+    from infermix.roles.request import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduled:
+    """A sequence and how many new tokens it gets in this step."""
+
+    sequence: Sequence
+    num_new_tokens: int
+
+
+@dataclass(slots=True)
+class Plan:
+    """One step: who runs, who lost its KV, and for how many steps the plan stays valid if nothing arrives or ends."""
+
+    entries: list[Scheduled] = field(default_factory=list)
+    preempted: list[Sequence] = field(default_factory=list)
+    valid_steps: int = 1
+
+    @property
+    def num_new_tokens(self) -> int:
+        return sum(entry.num_new_tokens for entry in self.entries)
+
+
+class Scheduler(Protocol):
+    """Cost of `schedule` must not grow with the number of waiting sequences."""
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a new sequence."""
+        ...
+
+    def finish(self, sequence: Sequence) -> None:
+        """Forget a sequence that ended; its KV was released by the engine."""
+        ...
+
+    def schedule(self, space: KVSpace, now_s: float) -> Plan:
+        """Choose the next step. KV for every chosen token is reserved; an empty plan means nothing can run now.
+
+        A preempted sequence has been released in `space`, its `num_computed` set to 0, and waits again.
+        """
+        ...
+
+    @property
+    def num_waiting(self) -> int: ...
+
+    @property
+    def num_running(self) -> int: ...

@@ -1,0 +1,47 @@
+"""Role: workload. Requests with arrivals, drawn from a seed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from infermix.roles.component import Options
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from infermix.roles.engine import Tokenizer
+    from infermix.roles.request import Request
+
+
+class WorkloadOptions(Options):
+    """Base of workload options: what `plan` may ask without drawing a request."""
+
+    def max_request_tokens(self) -> int | None:
+        """Upper bound of prompt + output tokens of one request; `None` when only the data tells."""
+        return None
+
+    def max_in_flight(self) -> int | None:
+        """Upper bound of requests in flight at once; `None` when unbounded."""
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkloadContext:
+    """`tokenizer` is `None` for dummy models; `base` is the folder that relative paths of the YAML start from."""
+
+    tokenizer: Tokenizer | None
+    vocab_size: int
+    max_model_len: int
+    seed: int
+    base: Path
+
+
+class Workload(Protocol):
+    #: Closed loop: this many requests are kept in flight; `None` means that `arrival_s` decides (open loop).
+    concurrency: int | None
+
+    def requests(self, repeat: int) -> Sequence[Request]:
+        """The requests of one repeat, in order of arrival; the same repeat always gives the same ones."""
+        ...
