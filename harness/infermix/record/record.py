@@ -46,7 +46,11 @@ class PartRecord(msgspec.Struct, kw_only=True):
 
 
 class RequestSample(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One request of one repeat; times in seconds from the start of the repeat, `emissions` as (time_s, tokens)."""
+    """One request of one repeat; times in seconds from the start of the repeat, `emissions` as (time_s, tokens).
+
+    `late_s` is how late the load generator sent it, time inside the engine apart. `error` says why it failed;
+    `output_ids` are kept for the first few requests only.
+    """
 
     request_id: str
     arrival_s: float
@@ -55,6 +59,9 @@ class RequestSample(msgspec.Struct, kw_only=True, omit_defaults=True):
     emissions: list[tuple[float, int]]
     finish_reason: str
     category: str = ""
+    late_s: float = 0.0
+    error: str = ""
+    output_ids: list[int] = []
 
 
 class Repeat(msgspec.Struct, kw_only=True):
@@ -78,10 +85,12 @@ class QualityRecord(msgspec.Struct, kw_only=True):
     details: dict[str, Any] = {}
 
 
-class Record(msgspec.Struct, kw_only=True):
-    """One execution of one cell. `experiment` is the resolved experiment as plain data, without its sweep.
+class Summary(msgspec.Struct, kw_only=True):
+    """What tables need of a record: everything but the raw samples, the outputs and the log.
 
-    `track` groups comparable rows: model, workload and machine digest. `complete` is written last.
+    `experiment` is the resolved experiment as plain data, without its sweep. `track` groups comparable rows (see
+    `record.track`). `model` holds at least `digest` (of the configuration, whatever the dtype) and `label`;
+    `environment` is what `capture_environment` returned.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -108,11 +117,8 @@ class Record(msgspec.Struct, kw_only=True):
     memory: dict[str, float] = {}
     roofline: dict[str, Any] = {}
     self_check: dict[str, Any] = {}
-    repeats: list[Repeat] = []
-    outputs: list[dict[str, Any]] = []
     environment: dict[str, Any] = {}
     counters: dict[str, float] = {}
-    log: list[str] = []
     complete: bool = False
 
     @property
@@ -120,3 +126,11 @@ class Record(msgspec.Struct, kw_only=True):
         """The worst guard: the colour of the row."""
         order: tuple[Verdict, ...] = ("green", "yellow", "red")
         return max((guard.verdict for guard in self.guards), key=order.index, default="green")
+
+
+class Record(Summary, kw_only=True):
+    """One execution of one cell. `complete` is set when nothing is left to do for it, whatever its state."""
+
+    repeats: list[Repeat] = []
+    outputs: list[dict[str, Any]] = []
+    log: list[str] = []
