@@ -6,10 +6,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from infermix.roles.component import Options
+
 if TYPE_CHECKING:
     from pathlib import Path
 
     from infermix.roles.engine import Engine
+
+
+class EvaluatorOptions(Options):
+    """Base of evaluator options: what `plan` may ask before anything runs."""
+
+    def max_tokens(self) -> int | None:
+        """Longest sequence that the evaluator scores or generates, prompt included; `None` when only the data tells."""
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,159 @@
+"""Agreement of a cell with the reference parts: logits position by position, then greedy tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from infermix.errors import InfermixError
+from infermix.quality.components import AgreementOptions
+from infermix.quality.corpus import corpus_tokens, require_tokenizer
+from infermix.quality.divergence import Divergence, compare_logits, first_difference, top2_margin
+from infermix.quality.generate import generate
+from infermix.roles.engine import Engine, ScoreRequest
+from infermix.roles.evaluator import EvaluatorContext, Quality
+from infermix.roles.request import Request, SamplingParams
+
+#: A lossless mix may differ at near ties, but at no more than this share of the cases.
+MAX_EXCUSED_SHARE = 0.01
+
+
+@dataclass(frozen=True)
+class GreedyCase:
+    """One prompt: where the outputs part (`None`: nowhere), and whether a near tie excuses it."""
+
+    divergence: int | None
+    excused: bool = False
+
+
+def mean_and_stderr(samples: Sequence[float]) -> tuple[float, float | None]:
+    """Mean of independent samples and its standard error (`None` for a single one)."""
+    n = len(samples)
+    mean = math.fsum(samples) / n
+    if n < 2:
+        return mean, None
+    return mean, math.sqrt(math.fsum((sample - mean) ** 2 for sample in samples) / (n - 1) / n)
+
+
+class AgreementEvaluator:
+    """Metrics `kl_divergence`, `top1_agreement` and, with greedy tokens, `first_divergence` and `greedy_identical`.
+
+    Samples are one value per sequence. `details` hold the counts behind the rule for lossless parts: `disagreements`,
+    `excused`, and `lossless`, which is true when all are excused and these are at most 1 % of the cases.
+    """
+
+    def __init__(self, options: AgreementOptions, context: EvaluatorContext) -> None:
+        self._options, self._context = options, context
+
+    def evaluate(self, engine: Engine) -> list[Quality]:
+        """Builds the reference engine, compares one sequence at a time, and closes it again."""
+        options = self._options
+        tokenizer = require_tokenizer(engine, "agreement")
+        wanted = options.num_sequences * options.num_tokens
+        corpus, ids = corpus_tokens(options.corpus, self._context.base, tokenizer, wanted)
+        pieces = [ids[i : i + options.num_tokens] for i in range(0, wanted, options.num_tokens)]
+        details = {"corpus": options.corpus, "corpus_sha256": corpus.sha256, "near_tie": options.near_tie}
+        reference = self._context.reference()
+        try:
+            metrics = self._logit_metrics(engine, reference, pieces, corpus.label, details)
+            if options.new_tokens:
+                metrics += self._greedy_metrics(engine, reference, pieces, corpus.label, details)
+        finally:
+            reference.close()
+        return metrics
+
+    def _logit_metrics(
+        self, engine: Engine, reference: Engine, pieces: list[list[int]], label: str, details: dict[str, Any]
+    ) -> list[Quality]:
+        parts = []
+        for done, piece in enumerate(pieces):
+            parts.append(self._compare(engine, reference, piece))
+            self._context.progress("agreement: logits", (done + 1) / len(pieces))
+        total = sum(parts, Divergence(0, 0.0, 0, 0, 0.0))
+        options = self._options
+        protocol = f"{label},{options.protocol},sequences={options.num_sequences},tokens={options.num_tokens}"
+        details = {
+            **details,
+            "num_positions": total.num_positions,
+            "max_logit_difference": total.max_logit_difference,
+            **_verdict(total.num_positions, total.disagreements, total.excused),
+        }
+        kl = [part.kl / part.num_positions for part in parts]
+        top1 = [1 - part.disagreements / part.num_positions for part in parts]
+        return [
+            _metric(f"kl_divergence[{protocol}]", kl, "nats", "lower", details),
+            _metric(f"top1_agreement[{protocol}]", top1, "ratio", "higher", details),
+        ]
+
+    def _compare(self, engine: Engine, reference: Engine, piece: list[int]) -> Divergence:
+        request = ScoreRequest(tuple(piece), 1, self._options.protocol, want_logits=True)
+        (expected,) = reference.score([request])
+        (actual,) = engine.score([request])
+        try:
+            return compare_logits(expected.logits, actual.logits, self._options.near_tie)
+        except ValueError as error:
+            raise InfermixError(f"agreement: {error}") from error
+
+    def _greedy_metrics(
+        self, engine: Engine, reference: Engine, pieces: list[list[int]], label: str, details: dict[str, Any]
+    ) -> list[Quality]:
+        options = self._options
+        prompts = [tuple(piece[: options.prompt_tokens]) for piece in pieces]
+        expected = generate(reference, self._requests(prompts))
+        self._context.progress("agreement: greedy", 0.5)
+        actual = generate(engine, self._requests(prompts))
+        cases = [self._judge(reference, *case) for case in zip(prompts, expected, actual, strict=True)]
+        self._context.progress("agreement: greedy", 1.0)
+        differing = [case for case in cases if case.divergence is not None]
+        excused = sum(case.excused for case in differing)
+        details = {
+            **details,
+            "num_prompts": len(cases),
+            "divergences": [case.divergence for case in cases],
+            **_verdict(len(cases) * options.new_tokens, len(differing), excused),
+        }
+        protocol = (
+            f"{label},prompts={len(cases)},prompt_tokens={options.prompt_tokens},tokens={options.new_tokens}"
+        )
+        until = [float(options.new_tokens if case.divergence is None else case.divergence) for case in cases]
+        same = [float(case.divergence is None) for case in cases]
+        return [
+            _metric(f"first_divergence[{protocol}]", until, "tokens", "higher", details),
+            _metric(f"greedy_identical[{protocol}]", same, "ratio", "higher", details),
+        ]
+
+    def _requests(self, prompts: list[tuple[int, ...]]) -> list[Request]:
+        sampling = SamplingParams(max_new_tokens=self._options.new_tokens, ignore_eos=True)
+        return [
+            Request(request_id=f"agreement-{i}", prompt_ids=prompt, sampling=sampling)
+            for i, prompt in enumerate(prompts)
+        ]
+
+    def _judge(
+        self, reference: Engine, prompt: tuple[int, ...], expected: list[int], actual: list[int]
+    ) -> GreedyCase:
+        position = first_difference(expected, actual)
+        if position is None or position == len(expected):
+            return GreedyCase(position)
+        upto = (*prompt, *expected[: position + 1])
+        (score,) = reference.score([ScoreRequest(upto, len(upto) - 1, want_logits=True)])
+        return GreedyCase(position, bool(top2_margin(score.logits)[0] < self._options.near_tie))
+
+
+def _metric(name: str, samples: list[float], unit: str, better: str, details: dict[str, Any]) -> Quality:
+    mean, stderr = mean_and_stderr(samples)
+    return Quality(
+        name=name, value=mean, unit=unit, better=better, stderr=stderr, samples=samples, details=details
+    )
+
+
+def _verdict(num_cases: int, disagreements: int, excused: int) -> dict[str, Any]:
+    share = excused / num_cases
+    return {
+        "disagreements": disagreements,
+        "excused": excused,
+        "excused_share": share,
+        "lossless": disagreements == excused and share <= MAX_EXCUSED_SHARE,
+    }

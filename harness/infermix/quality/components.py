@@ -1,0 +1,139 @@
+"""The evaluators that come with the core: options and components only, no torch."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
+
+from infermix.roles.component import Component, Features, Role
+from infermix.roles.evaluator import EvaluatorOptions
+from infermix.roles.facts import MachineFacts, ModelFacts
+from infermix.toolkit.corpus import PYDOC_TOPICS
+
+CorpusName = Annotated[
+    str, Meta(description=f"text file relative to the experiment, or {PYDOC_TOPICS}, which ships with Python")
+]
+Protocol = Annotated[
+    Literal["prefill", "decode"],
+    Meta(
+        description="prefill: one pass over a sequence; decode: one token at a time, read through the KV cache"
+    ),
+]
+
+
+class PerplexityOptions(EvaluatorOptions):
+    """Perplexity of a text in windows; only the tokens that a window adds to the one before it are scored."""
+
+    corpus: CorpusName = PYDOC_TOPICS
+    window: Annotated[int, Meta(ge=2, description="corpus tokens per window", extra={"unit": "tokens"})] = 512
+    stride: (
+        Annotated[
+            int,
+            Meta(
+                ge=1,
+                description="tokens between window starts; default: the window",
+                extra={"unit": "tokens"},
+            ),
+        ]
+        | None
+    ) = None
+    num_tokens: (
+        Annotated[
+            int,
+            Meta(
+                ge=2,
+                description="corpus tokens used, from its start; null: all of it",
+                extra={"unit": "tokens"},
+            ),
+        ]
+        | None
+    ) = 4096
+    bos: Annotated[
+        Literal["none", "bos"],
+        Meta(description="bos: put the BOS token before every window, on top of its tokens"),
+    ] = "none"
+    protocol: Protocol = "prefill"
+
+    def __post_init__(self) -> None:
+        if self.effective_stride > self.window:
+            raise ValueError(f"stride {self.stride} leaves gaps: it must not exceed window {self.window}")
+
+    @property
+    def effective_stride(self) -> int:
+        return self.window if self.stride is None else self.stride
+
+    def max_tokens(self) -> int:
+        window = self.window if self.num_tokens is None else min(self.window, self.num_tokens)
+        return window + (self.bos == "bos")
+
+
+class AgreementOptions(EvaluatorOptions):
+    """Agreement with the reference parts and the unquantized weights, on logits and on greedy tokens."""
+
+    corpus: CorpusName = PYDOC_TOPICS
+    num_sequences: Annotated[int, Meta(ge=1, description="pieces of the corpus that are compared")] = 8
+    num_tokens: Annotated[int, Meta(ge=2, description="length of a piece", extra={"unit": "tokens"})] = 128
+    protocol: Protocol = "prefill"
+    prompt_tokens: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="start of a piece that serves as prompt of the greedy comparison; at most num_tokens",
+            extra={"unit": "tokens"},
+        ),
+    ] = 32
+    new_tokens: Annotated[
+        int, Meta(ge=0, description="greedy tokens per prompt; 0 skips them", extra={"unit": "tokens"})
+    ] = 32
+    near_tie: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="a difference is excused where the reference's top-2 margin is below this",
+            extra={"unit": "logits"},
+        ),
+    ] = 1e-3
+
+    def __post_init__(self) -> None:
+        if self.prompt_tokens > self.num_tokens:
+            raise ValueError(f"prompt_tokens {self.prompt_tokens} exceeds num_tokens {self.num_tokens}")
+
+    def max_tokens(self) -> int:
+        return max(self.num_tokens, self.prompt_tokens + self.new_tokens)
+
+
+def _build_perplexity(options: PerplexityOptions, context: Any) -> Any:
+    from infermix.quality.perplexity import PerplexityEvaluator
+
+    return PerplexityEvaluator(options, context)
+
+
+def _build_agreement(options: AgreementOptions, context: Any) -> Any:
+    from infermix.quality.agreement import AgreementEvaluator
+
+    return AgreementEvaluator(options, context)
+
+
+def _needs_score(options: Any, model: ModelFacts, machine: MachineFacts) -> Features:
+    return frozenset({"engine:score"})
+
+
+COMPONENTS = (
+    Component(
+        name="perplexity",
+        role=Role.EVALUATOR,
+        summary="perplexity of a text under a named protocol",
+        options=PerplexityOptions,
+        build=_build_perplexity,
+        needs=_needs_score,
+    ),
+    Component(
+        name="agreement",
+        role=Role.EVALUATOR,
+        summary="KL divergence, top-1 agreement and first greedy divergence against the reference parts",
+        options=AgreementOptions,
+        build=_build_agreement,
+        needs=_needs_score,
+    ),
+)
