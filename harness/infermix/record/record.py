@@ -46,10 +46,11 @@ class PartRecord(msgspec.Struct, kw_only=True):
 
 
 class RequestSample(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One request of one repeat; times in seconds from the start of the repeat, `emissions` as (time_s, tokens).
+    """One request of one repeat; times in seconds from the start of the repeat, `emissions` as (time_s,
+    tokens).
 
-    `late_s` is how late the load generator sent it, time inside the engine apart. `error` says why it failed;
-    `output_ids` are kept for the first few requests only.
+    `late_s` is how late the load generator sent it, time inside the engine apart. `error` says why it
+    failed; `output_ids` are kept for the first few requests only.
     """
 
     request_id: str
@@ -88,9 +89,9 @@ class QualityRecord(msgspec.Struct, kw_only=True):
 class Summary(msgspec.Struct, kw_only=True):
     """What tables need of a record: everything but the raw samples, the outputs and the log.
 
-    `experiment` is the resolved experiment as plain data, without its sweep. `track` groups comparable rows (see
-    `record.track`). `model` holds at least `digest` (of the configuration, whatever the dtype) and `label`;
-    `environment` is what `capture_environment` returned.
+    `experiment` is the resolved experiment as plain data, without its sweep. `track` groups comparable rows
+    (see `record.track`). `model` holds at least `digest` (of the configuration, whatever the dtype) and
+    `label`; `environment` is what `capture_environment` returned.
     """
 
     schema_version: int = SCHEMA_VERSION
