@@ -10,7 +10,13 @@ from typing import Any
 from infermix.errors import InfermixError
 from infermix.quality.components import AgreementOptions
 from infermix.quality.corpus import corpus_tokens, require_tokenizer
-from infermix.quality.divergence import Divergence, compare_logits, first_difference, top2_margin
+from infermix.quality.divergence import (
+    NOTHING_COMPARED,
+    Divergence,
+    compare_logits,
+    first_difference,
+    top2_margin,
+)
 from infermix.quality.generate import generate
 from infermix.roles.engine import Engine, ScoreRequest
 from infermix.roles.evaluator import EvaluatorContext, Quality
@@ -38,10 +44,10 @@ def mean_and_stderr(samples: Sequence[float]) -> tuple[float, float | None]:
 
 
 class AgreementEvaluator:
-    """Metrics `kl_divergence`, `top1_agreement` and, with greedy tokens, `first_divergence` and `greedy_identical`.
+    """Metrics `kl_divergence`, `top1_agreement`, `first_divergence`, `greedy_identical` (the last two with tokens).
 
-    Samples are one value per sequence. `details` hold the counts behind the rule for lossless parts: `disagreements`,
-    `excused`, and `lossless`, which is true when all are excused and these are at most 1 % of the cases.
+    Samples are one value per sequence. `details` hold the counts behind the rule for lossless parts:
+    `disagreements`, `excused`, and `lossless`: all are excused, and these are at most 1 % of the cases.
     """
 
     def __init__(self, options: AgreementOptions, context: EvaluatorContext) -> None:
@@ -71,7 +77,7 @@ class AgreementEvaluator:
         for done, piece in enumerate(pieces):
             parts.append(self._compare(engine, reference, piece))
             self._context.progress("agreement: logits", (done + 1) / len(pieces))
-        total = sum(parts, Divergence(0, 0.0, 0, 0, 0.0))
+        total = sum(parts, NOTHING_COMPARED)
         options = self._options
         protocol = f"{label},{options.protocol},sequences={options.num_sequences},tokens={options.num_tokens}"
         details = {
@@ -106,18 +112,18 @@ class AgreementEvaluator:
         actual = generate(engine, self._requests(prompts))
         cases = [self._judge(reference, *case) for case in zip(prompts, expected, actual, strict=True)]
         self._context.progress("agreement: greedy", 1.0)
+        until = [float(options.new_tokens if case.divergence is None else case.divergence) for case in cases]
         differing = [case for case in cases if case.divergence is not None]
         excused = sum(case.excused for case in differing)
         details = {
             **details,
             "num_prompts": len(cases),
             "divergences": [case.divergence for case in cases],
-            **_verdict(len(cases) * options.new_tokens, len(differing), excused),
+            **_verdict(int(sum(until)) + len(differing), len(differing), excused),
         }
         protocol = (
             f"{label},prompts={len(cases)},prompt_tokens={options.prompt_tokens},tokens={options.new_tokens}"
         )
-        until = [float(options.new_tokens if case.divergence is None else case.divergence) for case in cases]
         same = [float(case.divergence is None) for case in cases]
         return [
             _metric(f"first_divergence[{protocol}]", until, "tokens", "higher", details),

@@ -16,13 +16,11 @@ CorpusName = Annotated[
 ]
 Protocol = Annotated[
     Literal["prefill", "decode"],
-    Meta(
-        description="prefill: one pass over a sequence; decode: one token at a time, read through the KV cache"
-    ),
+    Meta(description="prefill: one pass; decode: one token at a time, reading the KV cache"),
 ]
 
 
-class PerplexityOptions(EvaluatorOptions):
+class PerplexityOptions(EvaluatorOptions, frozen=True, kw_only=True):
     """Perplexity of a text in windows; only the tokens that a window adds to the one before it are scored."""
 
     corpus: CorpusName = PYDOC_TOPICS
@@ -32,7 +30,7 @@ class PerplexityOptions(EvaluatorOptions):
             int,
             Meta(
                 ge=1,
-                description="tokens between window starts; default: the window",
+                description="tokens between window starts; null: the window",
                 extra={"unit": "tokens"},
             ),
         ]
@@ -43,7 +41,7 @@ class PerplexityOptions(EvaluatorOptions):
             int,
             Meta(
                 ge=2,
-                description="corpus tokens used, from its start; null: all of it",
+                description="corpus tokens used, from its start; null: all",
                 extra={"unit": "tokens"},
             ),
         ]
@@ -51,7 +49,7 @@ class PerplexityOptions(EvaluatorOptions):
     ) = 4096
     bos: Annotated[
         Literal["none", "bos"],
-        Meta(description="bos: put the BOS token before every window, on top of its tokens"),
+        Meta(description="bos: put BOS before every window, on top of its tokens"),
     ] = "none"
     protocol: Protocol = "prefill"
 
@@ -68,7 +66,7 @@ class PerplexityOptions(EvaluatorOptions):
         return window + (self.bos == "bos")
 
 
-class AgreementOptions(EvaluatorOptions):
+class AgreementOptions(EvaluatorOptions, frozen=True, kw_only=True):
     """Agreement with the reference parts and the unquantized weights, on logits and on greedy tokens."""
 
     corpus: CorpusName = PYDOC_TOPICS

@@ -16,7 +16,7 @@ ROWS_PER_CHUNK = 64
 
 @dataclass(frozen=True)
 class Divergence:
-    """Sums over positions. `kl` is KL(reference || cell) in nats; `excused` counts top-1 differences at near ties."""
+    """Sums over positions. `kl`: KL(reference || cell) in nats; `excused`: top-1 differences at near ties."""
 
     num_positions: int
     kl: float
@@ -34,14 +34,15 @@ class Divergence:
         )
 
 
+NOTHING_COMPARED = Divergence(0, 0.0, 0, 0, 0.0)
+
+
 def compare_logits(reference: Tensor, cell: Tensor, near_tie: float) -> Divergence:
-    """Compare `[n, V]` logits row by row. Raises `ValueError` for shapes that differ or values that are not finite."""
+    """Compare `[n, V]` logits row by row. Raises `ValueError` for other shapes and for values not finite."""
     if reference.shape != cell.shape:
         raise ValueError(f"logits differ in shape: {tuple(reference.shape)} and {tuple(cell.shape)}")
     chunks = zip(reference.split(ROWS_PER_CHUNK), cell.split(ROWS_PER_CHUNK), strict=True)
-    return sum(
-        (_compare_chunk(r.double(), c.double(), near_tie) for r, c in chunks), Divergence(0, 0.0, 0, 0, 0.0)
-    )
+    return sum((_compare_chunk(r.double(), c.double(), near_tie) for r, c in chunks), NOTHING_COMPARED)
 
 
 def _compare_chunk(reference: Tensor, cell: Tensor, near_tie: float) -> Divergence:
@@ -69,7 +70,7 @@ def top2_margin(logits: Tensor) -> Tensor:
 
 
 def first_difference(reference: list[int], cell: list[int]) -> int | None:
-    """Index of the first token that differs, the shorter one's length when it is a prefix, `None` when equal."""
+    """Index of the first token that differs (the length of a proper prefix), `None` when equal."""
     for index, (expected, actual) in enumerate(zip(reference, cell, strict=False)):
         if expected != actual:
             return index

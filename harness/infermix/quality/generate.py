@@ -10,7 +10,7 @@ from infermix.roles.request import FinishReason, Request
 
 
 def generate(engine: Engine, requests: Sequence[Request]) -> list[list[int]]:
-    """Output tokens of each request, in order. Raises `InfermixError` when one of them ends without an answer."""
+    """Output tokens of each request, in order. Raises `InfermixError` when one is aborted or fails."""
     outputs: dict[str, list[int]] = {request.request_id: [] for request in requests}
     assert len(outputs) == len(requests), "request ids must differ"
     for request in requests:

@@ -49,7 +49,8 @@ class WindowLoss:
 def mean_and_stderr(losses: list[WindowLoss]) -> tuple[float, float | None]:
     """Nats per token over all windows, and its standard error with windows as the independent units.
 
-    The mean is a ratio of two sums, so the error is that of a ratio estimator (delta method); `None` for one window.
+    The mean is a ratio of two sums, so this is the error of a ratio estimator (delta method); `None` for one
+    window.
     """
     total = sum(loss.num_tokens for loss in losses)
     mean = sum(loss.nats for loss in losses) / total
@@ -61,20 +62,18 @@ def mean_and_stderr(losses: list[WindowLoss]) -> tuple[float, float | None]:
 
 
 class PerplexityEvaluator:
-    """One metric, `perplexity[...]`, whose name carries corpus, protocol, window, stride, BOS policy and tokens."""
+    """One metric, `perplexity[...]`; its name carries corpus, protocol, window, stride, BOS policy, tokens."""
 
     def __init__(self, options: PerplexityOptions, context: EvaluatorContext) -> None:
         self._options, self._context = options, context
 
     def evaluate(self, engine: Engine) -> list[Quality]:
-        """Samples are nats per token of each window, for paired comparison. Raises `UserError` for a short corpus."""
+        """Samples are nats per token of each window. Raises `UserError` for a corpus that is too short."""
         options = self._options
         tokenizer = require_tokenizer(engine, "perplexity")
         corpus, ids = corpus_tokens(options.corpus, self._context.base, tokenizer, options.num_tokens)
         if len(ids) < 2:
-            raise UserError(
-                f"the corpus has {len(ids)} tokens; perplexity needs at least 2", where=options.corpus
-            )
+            raise UserError(f"the corpus has {len(ids)} tokens, 2 are the least", where=options.corpus)
         losses = self._score(engine, ids, self._prefix(tokenizer))
         return [self._metric(corpus, ids, losses, tokenizer)]
 

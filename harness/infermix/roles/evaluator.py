@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from infermix.roles.engine import Engine
 
 
-class EvaluatorOptions(Options):
+class EvaluatorOptions(Options, frozen=True, kw_only=True):
     """Base of evaluator options: what `plan` may ask before anything runs."""
 
     def max_tokens(self) -> int | None:
-        """Longest sequence that the evaluator scores or generates, prompt included; `None` when only the data tells."""
+        """Longest sequence that it scores or generates, prompt included; `None` when only the data tells."""
         return None
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from infermix.errors import UserError
 
-#: Name of the corpus that is always there, also offline. Its text differs between Python versions; the hash tells.
+#: The corpus that is always there, also offline. Its text differs between Python versions; the hash tells.
 PYDOC_TOPICS = "pydoc_data.topics"
 
 
