@@ -6,8 +6,8 @@ in place. Padded rows have context length 0, write to the sink block and return 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,6 +32,9 @@ class Batch:
     - `query_len`: the common query length, or `None` when lengths differ. `context_capacity`: an upper bound on
       `context_lens`, static for a captured step (its context bucket).
     - `groups`: one `GroupBatch` per KV group.
+    - `host_rows`: first block of each sequence on the host, for layouts with one block per sequence; `None` in a
+      captured step, where row i of such a layout is sequence i (`KVSpace.fixed_rows`).
+    - `extra`: what parts compute once per forward (masks, gather indices) and share between layers.
     """
 
     input_ids: Tensor
@@ -44,6 +47,8 @@ class Batch:
     host_context_lens: tuple[int, ...] | None
     query_len: int | None
     context_capacity: int
+    host_rows: tuple[int, ...] | None = None
+    extra: dict[Any, Any] = field(default_factory=dict)
 
     @property
     def num_seqs(self) -> int:
