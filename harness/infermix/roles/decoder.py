@@ -31,10 +31,14 @@ class Want:
 
 @dataclass(slots=True)
 class Forward:
-    """`logits [R, V]` on the device; row i belongs to `sequences[i]` (one row each unless `all_logits`)."""
+    """`logits [R, V]` on the device. Row i belongs to `sequences[i]`, whose lane is `lanes[i]` (int64, device).
+
+    With `all_logits` a sequence has one row per new token, in order.
+    """
 
     logits: Tensor
     sequences: list[Sequence]
+    lanes: Tensor
     hidden: dict[int, Tensor] | None = None
 
 
@@ -47,8 +51,11 @@ class Runner(Protocol):
 
 
 class Sampler(Protocol):
-    def sample(self, logits: Tensor, sequences: list[Sequence]) -> Tensor:
-        """Token ids `[R]` int64 on the device; they are also kept there as the next input of each sequence."""
+    def sample(self, forward: Forward) -> Tensor:
+        """Token ids `[R]` int64 on the device; they are also kept there as the next input of each sequence.
+
+        The draw of a sequence depends on its request's seed and the token's position alone.
+        """
         ...
 
 

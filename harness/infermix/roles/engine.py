@@ -34,6 +34,7 @@ class EngineContext:
     clock_ns: Callable[[], int]
     progress: Callable[[str, float], None] = lambda phase, fraction: None
     kv_memory_bytes: int | None = None
+    kv_memory_fraction: float = 0.9
     base: Path | None = None
 
 

@@ -41,7 +41,8 @@ class KVBudget:
 class KVShape:
     """A sized layout: `num_blocks` usable blocks of `block_size` tokens plus one sink block with id `num_blocks`.
 
-    `bytes` is what the store allocates, sink included; `bytes_per_token` what one more token costs.
+    `bytes` is what the store allocates, sink included; `bytes_per_token` what one more token costs. `group_tables`
+    maps a KV group to the block table that it uses; empty means that all groups share table 0.
     """
 
     groups: tuple[KVGroup, ...]
@@ -51,6 +52,7 @@ class KVShape:
     max_model_len: int
     bytes: int
     bytes_per_token: float
+    group_tables: tuple[int, ...] = ()
 
     @property
     def sink_block(self) -> int:
@@ -99,7 +101,7 @@ class KVSpace(Protocol):
         """Give back everything; unknown ids are ignored."""
         ...
 
-    def block_table(self, seq_id: int, group: int = 0) -> Sequence[int]:
+    def block_table(self, seq_id: int, table: int = 0) -> Sequence[int]:
         """Blocks of the sequence in order; live and read-only, valid until the next call that changes it."""
         ...
 

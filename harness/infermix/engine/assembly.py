@@ -1,0 +1,235 @@
+"""Builds a native engine from the chosen parts: load, quantize, size the KV, check, warm up, capture."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from infermix.engine.bridge import Joint
+from infermix.engine.components import NativeOptions
+from infermix.engine.graphs import StepGraphs
+from infermix.engine.lanes import Lanes
+from infermix.engine.loader import LoadedModel, load_model, load_tokenizer
+from infermix.engine.native import NativeEngine
+from infermix.engine.runner import ModelRunner
+from infermix.engine.self_check import self_check
+from infermix.errors import OutOfMemory
+from infermix.roles.component import Choice, Role
+from infermix.roles.engine import EngineContext, EngineReport
+from infermix.roles.kv_space import KVBudget, KVShape
+from infermix.roles.quantizer import QuantizationReport, QuantizerContext
+from infermix.toolkit.sampling import TokenSampler
+
+if TYPE_CHECKING:
+    from infermix.roles.kv_space import KVLayout
+
+#: Left free on a GPU beside weights and KV, for activations of a prefill and the workspace of its products.
+_ACTIVATION_RESERVE_BYTES = 2 << 30
+
+
+class Assembly:
+    """State of one assembly; each method is one timed phase."""
+
+    def __init__(self, options: NativeOptions, context: EngineContext) -> None:
+        self.options, self.context = options, context
+        self.device = torch.device(context.machine.device)
+        self.dtype = getattr(torch, context.dtype)
+        self.report = EngineReport()
+        self.max_num_seqs = options.max_num_seqs or context.max_num_seqs
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        self.context.progress(name, 0.0)
+        start = self.context.clock_ns()
+        yield
+        self.report.setup_s[name] = (self.context.clock_ns() - start) / 1e9
+
+    def part(self, role: Role, build_context: Any = None) -> Any:
+        choice = self.context.parts[role]
+        return choice.component.build(choice.options, build_context)
+
+    def executed(self, role: Role, part: Any, **facts: Any) -> None:
+        choice: Choice = self.context.parts[role]
+        via = {"via": dict(choice.via)} if choice.via else {}
+        self.report.executed[role.value] = {"class": _qualified_name(part), **facts, **via}
+
+
+def assemble(options: NativeOptions, context: EngineContext) -> NativeEngine:
+    """A ready engine. Raises `UserError` for bad input, `Unsupported` when the model or a part must not run."""
+    build = Assembly(options, context)
+    with build.phase("load"):
+        loaded, tokenizer = _load(build)
+    with build.phase("quantize"):
+        _quantize(build, loaded)
+    if options.linears == "packed":
+        with build.phase("pack_linears"):
+            _pack_linears(build, loaded)
+    joint = Joint(loaded.model, context.facts)
+    attention, layout = build.part(Role.ATTENTION), build.part(Role.KV)
+    with build.phase("allocate"):
+        shape = _size_kv(build, layout, joint)
+        space, store = layout.space(shape), layout.store(shape, build.device, build.dtype)
+    if options.self_check:
+        with build.phase("self_check"):
+            build.report.self_check = self_check(
+                loaded.model,
+                joint,
+                attention,
+                layout,
+                device=build.device,
+                dtype=build.dtype,
+                seed=context.seed,
+            )
+    joint.attach(attention, store)
+    sampler = TokenSampler(build.max_num_seqs, context.facts.vocab_size, build.device, loaded.eos_token_ids)
+    runner = ModelRunner(joint, space, shape, sampler.next_ids, context.facts.vocab_size)
+    with build.phase("capture"):
+        runner.graphs = _capture(build, joint, shape, space.recompute, sampler)
+    scheduler, decoder = build.part(Role.SCHEDULER, build.max_num_seqs), build.part(Role.DECODER)
+    _report_parts(build, attention, layout, store, scheduler, decoder, shape)
+    return NativeEngine(
+        context=context, report=build.report, tokenizer=tokenizer, eos_token_ids=loaded.eos_token_ids, joint=joint,
+        runner=runner, sampler=sampler, space=space, store=store, shape=shape, scheduler=scheduler, decoder=decoder,
+        lanes=Lanes(build.max_num_seqs),
+    )  # fmt: skip
+
+
+def _load(build: Assembly) -> tuple[LoadedModel, Any]:
+    context = build.context
+    quantizer = build.part(Role.QUANTIZER)
+    loaded = load_model(
+        context.source,
+        context.facts,
+        dtype=context.dtype,
+        device=str(build.device),
+        load_arguments=quantizer.load_arguments(),
+        seed=context.seed,
+        progress=context.progress,
+    )
+    return loaded, load_tokenizer(context.source)
+
+
+def _quantize(build: Assembly, loaded: LoadedModel) -> None:
+    quantizer = build.part(Role.QUANTIZER)
+    quantizer_context = QuantizerContext(str(build.device), build.context.dtype, None, build.context.progress)
+    report: QuantizationReport = quantizer.apply(loaded.model, quantizer_context)
+    build.executed(
+        Role.QUANTIZER,
+        quantizer,
+        method=report.method,
+        bits_per_weight=report.bits_per_weight,
+        quantized_bytes=report.quantized_bytes,
+        kernels=_count_values(report.kernels),
+        skipped=len(report.skipped),
+    )
+    build.report.weight_bytes = _weight_bytes(loaded.model)
+
+
+def _pack_linears(build: Assembly, loaded: LoadedModel) -> None:
+    from infermix.engine.packed_linears import pack_linears
+
+    build.report.executed["engine"] = {"packed_linears": pack_linears(loaded.model)}
+
+
+def _size_kv(build: Assembly, layout: KVLayout, joint: Joint) -> KVShape:
+    context = build.context
+    budget = KVBudget(
+        max_num_seqs=build.max_num_seqs,
+        max_model_len=context.max_model_len,
+        element_bytes=build.dtype.itemsize,
+        max_bytes=_kv_bytes(build),
+    )
+    return layout.shape(joint.groups, budget)
+
+
+def _kv_bytes(build: Assembly) -> int | None:
+    """What the KV may take: stated by the user, or what the device has left under the stated fraction."""
+    if build.context.kv_memory_bytes is not None or build.device.type != "cuda":
+        return build.context.kv_memory_bytes
+    free, total = torch.cuda.mem_get_info(build.device)
+    allowed = int(build.context.kv_memory_fraction * total) - (total - free) - _ACTIVATION_RESERVE_BYTES
+    if allowed <= 0:
+        raise OutOfMemory(
+            f"after the weights {free / 1e9:.1f} GB of {total / 1e9:.1f} GB are free: no room for any KV "
+            f"(kv_memory_fraction {build.context.kv_memory_fraction})"
+        )
+    return allowed
+
+
+def _capture(
+    build: Assembly, joint: Joint, shape: KVShape, recompute: bool, sampler: TokenSampler
+) -> StepGraphs | None:
+    refusal = _why_not_captured(build, recompute)
+    if refusal:
+        build.report.graphs = {"captured": 0, "reason": refusal}
+        return None
+    graphs = StepGraphs(joint, shape, sampler.next_ids, build.max_num_seqs)
+    with torch.inference_mode():
+        for done in graphs.capture_all():
+            build.context.progress("capture", done)
+    build.report.graphs = {
+        "captured": len(graphs.keys),
+        "batches": sorted({key.batch for key in graphs.keys}),
+        "query_lens": sorted({key.query_len for key in graphs.keys}),
+        "contexts": sorted({key.context for key in graphs.keys}),
+    }
+    return graphs
+
+
+def _why_not_captured(build: Assembly, recompute: bool) -> str | None:
+    if build.device.type != "cuda":
+        return f"steps run eagerly on {build.device.type}"
+    if build.options.graphs == "off":
+        return "switched off by the experiment"
+    if recompute:
+        return "the KV layout recomputes everything: no two steps have the same shape"
+    for role, choice in build.context.parts.items():
+        provided = choice.component.provides(choice.options, build.context.facts, build.context.machine)
+        if "graph:no" in provided:
+            return f"{role.value} {choice.component.name!r} cannot be captured (graph:no)"
+    return None
+
+
+def _report_parts(
+    build: Assembly, attention: Any, layout: Any, store: Any, scheduler: Any, decoder: Any, shape: KVShape
+) -> None:
+    build.executed(Role.ATTENTION, attention)
+    build.executed(
+        Role.KV,
+        layout,
+        store=_qualified_name(store),
+        block_size=shape.block_size,
+        num_blocks=shape.num_blocks,
+    )
+    build.executed(Role.SCHEDULER, scheduler)
+    build.executed(Role.DECODER, decoder)
+    build.report.executed.setdefault("engine", {}).update(
+        transformers=importlib.metadata.version("transformers"), max_num_seqs=build.max_num_seqs,
+        max_model_len=build.context.max_model_len,
+    )  # fmt: skip
+    build.report.kv_bytes = store.allocated_bytes()
+    build.report.kv_bytes_per_token = shape.bytes_per_token
+
+
+def _weight_bytes(model: torch.nn.Module) -> int:
+    """Bytes of every distinct parameter and buffer; tied tensors count once."""
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for tensor in (*model.parameters(), *model.buffers())
+    }
+    return sum(storages.values())
+
+
+def _count_values(names: Any) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for kernel in names.values():
+        counts[kernel] = counts.get(kernel, 0) + 1
+    return counts
+
+
+def _qualified_name(part: Any) -> str:
+    return f"{type(part).__module__}.{type(part).__qualname__}"

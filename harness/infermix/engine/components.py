@@ -1,0 +1,54 @@
+"""The native engine as a component: options and features, no torch."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
+
+from infermix.roles.component import PART_ROLES, Component, Options, Role
+
+
+class NativeOptions(Options):
+    """How the native engine drives the model."""
+
+    graphs: Annotated[
+        Literal["auto", "off"],
+        Meta(
+            description="replay decode steps from CUDA graphs: auto on a GPU when every part can be captured"
+        ),
+    ] = "auto"
+    self_check: Annotated[
+        bool,
+        Meta(description="compare packed logits with the model's own full forward before anything is timed"),
+    ] = True
+    linears: Annotated[
+        Literal["torch", "packed"],
+        Meta(description="CPU products: torch's, or weights packed once for oneDNN (private torch API)"),
+    ] = "torch"
+    max_num_seqs: Annotated[
+        int | None,
+        Meta(
+            description="lanes; default: what the scheduler and the workload can use",
+            extra={"unit": "sequences"},
+        ),
+    ] = None
+
+
+def _build(options: NativeOptions, context: Any) -> Any:
+    from infermix.engine.assembly import assemble
+
+    return assemble(options, context)
+
+
+COMPONENTS = (
+    Component(
+        name="native",
+        role=Role.ENGINE,
+        summary="the five parts around transformers' own modeling code, packed sequences, CUDA graphs for decode",
+        build=_build,
+        options=NativeOptions,
+        provides=lambda options, model, machine: frozenset({"engine:score", "engine:parts"}),
+        hosts=frozenset(PART_ROLES),
+    ),
+)

@@ -1,0 +1,236 @@
+"""The native engine: schedule, launch, collect, commit."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from infermix.engine.scoring import Scorer
+from infermix.errors import InfermixError, UserError
+from infermix.roles.request import FinishReason, Request, Sequence, TokenEvent
+from infermix.toolkit.sampling import stop_tokens
+
+if TYPE_CHECKING:
+    from infermix.engine.bridge import Joint
+    from infermix.engine.lanes import Lanes
+    from infermix.engine.runner import ModelRunner
+    from infermix.roles.decoder import Decoder, Emission
+    from infermix.roles.engine import EngineContext, EngineReport, Score, ScoreRequest, Tokenizer
+    from infermix.roles.kv_space import KVShape, KVSpace
+    from infermix.roles.kv_store import KVStore
+    from infermix.roles.scheduler import Plan, Scheduler
+    from infermix.toolkit.sampling import TokenSampler
+
+
+class NativeEngine:
+    """Drives the five parts. On a GPU the host reads a step's tokens while the next one runs (`lag` 1)."""
+
+    def __init__(
+        self,
+        *,
+        context: EngineContext,
+        report: EngineReport,
+        tokenizer: Tokenizer | None,
+        eos_token_ids: tuple[int, ...],
+        joint: Joint,
+        runner: ModelRunner,
+        sampler: TokenSampler,
+        space: KVSpace,
+        store: KVStore,
+        shape: KVShape,
+        scheduler: Scheduler,
+        decoder: Decoder,
+        lanes: Lanes,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self._context, self._report = context, report
+        self._eos_token_ids = eos_token_ids
+        self._joint, self._runner, self._sampler = joint, runner, sampler
+        self._space, self._store, self._shape = space, store, shape
+        self._scheduler, self._decoder, self._lanes = scheduler, decoder, lanes
+        self._lag = 1 if context.machine.device == "cuda" else 0
+        self._pending: deque[Any] = deque()
+        self._live: dict[int, Sequence] = {}
+        self._next_id = 0
+        self._counters: dict[str, float] = {}
+        self.reset()
+
+    def submit(self, request: Request) -> None:
+        self._refuse_misfit(request)
+        sequence = Sequence(self._next_id, request, list(request.prompt_ids), len(request.prompt_ids))
+        self._next_id += 1
+        self._scheduler.add(sequence)
+        self._live[sequence.seq_id] = sequence
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._live)
+
+    @torch.inference_mode()
+    def step(self) -> list[TokenEvent]:
+        plan = self._scheduler.schedule(self._space, self._context.clock_ns() / 1e9)
+        self._note_usage(plan)
+        for sequence in plan.preempted:
+            self._forget_device_state(sequence)
+            sequence.num_preemptions += 1
+        if plan.entries:
+            self._launch(plan)
+        if not self._pending:
+            return self._refuse_stall(plan)
+        if len(self._pending) <= self._lag and plan.entries:
+            return []
+        return self._commit(self._decoder.collect(self._pending.popleft()))
+
+    @torch.inference_mode()
+    def score(self, requests: Seq[ScoreRequest]) -> list[Score]:
+        if self.has_work:
+            raise InfermixError("score needs an idle engine: requests are still running")
+        return Scorer(self._runner, self._space, self._shape, self._lanes).score(requests)
+
+    def report(self) -> EngineReport:
+        self._report.counters = {
+            **self._counters,
+            "eager_steps": float(self._runner.num_eager_steps),
+            "graph_steps": float(self._runner.num_graph_steps),
+        }
+        return self._report
+
+    def reset(self) -> None:
+        for sequence in list(self._live.values()):
+            self._retire(sequence, FinishReason.ABORT)
+        while self._pending:
+            self._decoder.collect(self._pending.popleft())
+        self._sampler.reset()
+        self._runner.num_eager_steps = self._runner.num_graph_steps = 0
+        self._counters = dict.fromkeys(
+            (
+                "steps",
+                "preemptions",
+                "computed_tokens",
+                "discarded_tokens",
+                "allocated_tokens_sum",
+                "used_tokens_sum",
+            ),
+            0.0,
+        )
+
+    def close(self) -> None:
+        self.reset()
+        self._runner.graphs = None
+        self._joint.detach()
+        if self._context.machine.device == "cuda":
+            torch.cuda.synchronize()
+
+    def _refuse_misfit(self, request: Request) -> None:
+        prompt, new = len(request.prompt_ids), request.sampling.max_new_tokens
+        limit = self._context.max_model_len
+        if prompt == 0:
+            raise UserError(
+                f"request {request.request_id!r} has an empty prompt", hint="at least one token is needed"
+            )
+        if prompt + new > limit:
+            raise UserError(
+                f"request {request.request_id!r} needs {prompt} + {new} = {prompt + new} tokens, the engine holds "
+                f"{limit} per sequence (model positions: {self._context.facts.max_position_embeddings})",
+                hint="shorten the prompt, lower max_new_tokens, or raise limits.max_model_len",
+            )
+        if not self._space.fits(prompt + new):
+            raise UserError(
+                f"request {request.request_id!r} needs {prompt + new} tokens of KV, the layout holds "
+                f"{self._shape.capacity_tokens} in all",
+                hint="give the KV more memory",
+            )
+        out_of_range = [
+            token for token in request.prompt_ids if not 0 <= token < self._context.facts.vocab_size
+        ]
+        if out_of_range:
+            raise UserError(
+                f"request {request.request_id!r} has token id {out_of_range[0]}, "
+                f"the vocabulary has {self._context.facts.vocab_size}"
+            )
+
+    def _launch(self, plan: Plan) -> None:
+        self._lanes.assign(entry.sequence for entry in plan.entries)
+        self._pending.append(self._decoder.launch(plan, self._runner, self._sampler))
+        for entry in plan.entries:
+            sequence = entry.sequence
+            finished_prompt = entry.num_new_tokens == sequence.num_uncomputed
+            sequence.num_computed += entry.num_new_tokens
+            sequence.num_inflight += finished_prompt
+
+    def _refuse_stall(self, plan: Plan) -> list[TokenEvent]:
+        if self._live and not plan.preempted:
+            raise InfermixError(
+                f"the scheduler runs nothing although {self._scheduler.num_waiting} wait and "
+                f"{self._scheduler.num_running} run; KV {self._space.usage()}"
+            )
+        return []
+
+    def _commit(self, emissions: list[Emission]) -> list[TokenEvent]:
+        now = self._context.clock_ns()
+        events = []
+        for emission in emissions:
+            event = self._commit_one(emission, now)
+            if event is not None:
+                events.append(event)
+        return events
+
+    def _commit_one(self, emission: Emission, now: int) -> TokenEvent | None:
+        sequence = emission.sequence
+        sequence.num_inflight = max(0, sequence.num_inflight - 1)
+        if sequence.finish_reason is not None:
+            self._counters["discarded_tokens"] += len(emission.token_ids)
+            return None
+        kept = []
+        for token in emission.token_ids:
+            sequence.tokens.append(token)
+            kept.append(token)
+            reason = self._finish_reason(sequence, token)
+            if reason is not None:
+                self._retire(sequence, reason)
+                break
+        return TokenEvent(sequence.request.request_id, tuple(kept), now, sequence.finish_reason)
+
+    def _finish_reason(self, sequence: Sequence, token: int) -> FinishReason | None:
+        sampling = sequence.request.sampling
+        num_output = len(sequence.tokens) - sequence.num_prompt_tokens
+        if num_output >= sampling.min_new_tokens and (
+            token in stop_tokens(sampling, self._eos_token_ids) or self._hits_stop_string(sequence)
+        ):
+            return FinishReason.STOP
+        return FinishReason.LENGTH if num_output >= sampling.max_new_tokens else None
+
+    def _hits_stop_string(self, sequence: Sequence) -> bool:
+        stops = sequence.request.sampling.stop
+        if not stops:
+            return False
+        if self.tokenizer is None:
+            raise UserError("stop strings need a tokenizer", hint="use stop_token_ids with dummy weights")
+        # A stop string of n characters spans at most n tokens, plus one that may hold the start of a character.
+        tail = max(len(stop) for stop in stops) + 4
+        output = sequence.tokens[sequence.num_prompt_tokens :]
+        text = self.tokenizer.decode(output[-tail:])
+        return any(stop in text for stop in stops)
+
+    def _retire(self, sequence: Sequence, reason: FinishReason) -> None:
+        sequence.finish_reason = reason
+        self._scheduler.finish(sequence)
+        self._space.release(sequence.seq_id)
+        self._forget_device_state(sequence)
+        del self._live[sequence.seq_id]
+
+    def _forget_device_state(self, sequence: Sequence) -> None:
+        if sequence.lane >= 0:
+            self._sampler.forget(sequence.lane)
+        self._lanes.release(sequence)
+
+    def _note_usage(self, plan: Plan) -> None:
+        usage = self._space.usage()
+        self._counters["steps"] += 1
+        self._counters["preemptions"] += len(plan.preempted)
+        self._counters["computed_tokens"] += plan.num_new_tokens
+        self._counters["allocated_tokens_sum"] += usage.allocated_tokens
+        self._counters["used_tokens_sum"] += usage.used_tokens

@@ -1,0 +1,105 @@
+"""Host lists -> one packed `Batch`: the eager step of the runner, and the self-check."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+from infermix.roles.batch import Batch, GroupBatch
+
+if TYPE_CHECKING:
+    from infermix.roles.kv_space import KVShape, KVSpace
+
+# Slices of a shared buffer start at multiples of 16 bytes, which kernels specialise on.
+_ALIGNED_BYTES = 16
+
+
+class PackEntry(NamedTuple):
+    """One sequence of a step: its new tokens, and how many tokens are in the cache before them."""
+
+    seq_id: int
+    token_ids: Sequence[int]
+    num_computed: int
+
+
+def pack(
+    entries: Sequence[PackEntry],
+    space: KVSpace,
+    shape: KVShape,
+    device: torch.device | str,
+    *,
+    logits_rows: Sequence[int] | None = None,
+    all_logits: bool = False,
+) -> Batch:
+    """Pack `entries` in order; blocks for every token must be reserved in `space`.
+
+    `Batch.logits_rows` is what is given, else every row with `all_logits`, else the last new token of each entry.
+    Two copies go to the device: one of all int64 fields, one of all int32 fields.
+    """
+    query = np.fromiter((len(entry.token_ids) for entry in entries), np.int64, len(entries))
+    computed = np.fromiter((entry.num_computed for entry in entries), np.int64, len(entries))
+    context = query + computed
+    starts = np.concatenate(([0], np.cumsum(query)))
+    owner = np.repeat(np.arange(len(entries)), query)
+    positions = np.arange(starts[-1]) + (computed - starts[:-1])[owner]
+    ids = np.concatenate([np.asarray(entry.token_ids, np.int64) for entry in entries])
+    numbers = range(max(shape.group_tables, default=0) + 1)
+    tables = [_block_tables(entries, context, space, shape, number) for number in numbers]
+    slots = [_slots(table, owner, positions, shape.block_size) for table in tables]
+    rows = _rows(starts, logits_rows, all_logits)
+    wide = _to_device([ids, positions, rows, *slots], np.int64, torch.device(device))
+    narrow = _to_device([starts, context, *tables], np.int32, torch.device(device))
+    by_table = [GroupBatch(*pair) for pair in zip(wide[3:], narrow[2:], strict=True)]
+    query_lens = tuple(query.tolist())
+    return Batch(
+        input_ids=wide[0],
+        positions=wide[1],
+        cu_seqlens_q=narrow[0],
+        context_lens=narrow[1],
+        logits_rows=wide[2],
+        groups=tuple(by_table[number] for number in shape.group_tables or (0,) * len(shape.groups)),
+        query_lens=query_lens,
+        host_context_lens=tuple(context.tolist()),
+        query_len=query_lens[0] if len(set(query_lens)) == 1 else None,
+        context_capacity=int(context.max()),
+    )
+
+
+def _rows(starts: np.ndarray, given: Sequence[int] | None, all_logits: bool) -> np.ndarray:
+    if given is not None:
+        return np.asarray(given, np.int64)
+    return np.arange(starts[-1]) if all_logits else starts[1:] - 1
+
+
+def _block_tables(
+    entries: Sequence[PackEntry], context: np.ndarray, space: KVSpace, shape: KVShape, number: int
+) -> np.ndarray:
+    """`[B, W]`, wide enough for the longest context, the sink block behind each sequence's last block."""
+    widths = -(-context // shape.block_size)
+    table = np.full((len(entries), int(widths.max())), shape.sink_block, np.int64)
+    for row, (entry, width) in enumerate(zip(entries, widths.tolist(), strict=True)):
+        table[row, :width] = space.block_table(entry.seq_id, number)[:width]
+    return table
+
+
+def _slots(table: np.ndarray, owner: np.ndarray, positions: np.ndarray, block_size: int) -> np.ndarray:
+    return table[owner, positions // block_size] * block_size + positions % block_size
+
+
+def _to_device(arrays: Sequence[np.ndarray], dtype: type, device: torch.device) -> list[torch.Tensor]:
+    """Move several arrays in one copy; returns views of one device tensor, in the shapes given."""
+    align = _ALIGNED_BYTES // np.dtype(dtype).itemsize
+    starts = np.cumsum([0, *(-(-array.size // align) * align for array in arrays)]).tolist()
+    kind = torch.int64 if dtype is np.int64 else torch.int32
+    host = torch.empty(starts[-1], dtype=kind, pin_memory=device.type == "cuda")
+    flat = host.numpy()
+    for start, array in zip(starts[:-1], arrays, strict=True):
+        flat[start : start + array.size] = array.reshape(-1)
+    moved = host.to(device, non_blocking=True)
+    return [
+        moved[start : start + array.size].view(array.shape)
+        for start, array in zip(starts[:-1], arrays, strict=True)
+    ]

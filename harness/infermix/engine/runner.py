@@ -1,0 +1,141 @@
+"""The model runner: a plan becomes a packed batch, the batch becomes logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from infermix.engine.packing import PackEntry, pack
+from infermix.roles.decoder import Forward, Want
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from infermix.engine.bridge import Joint
+    from infermix.engine.graphs import CapturedStep, StepGraphs
+    from infermix.roles.batch import Batch
+    from infermix.roles.kv_space import KVShape, KVSpace
+    from infermix.roles.scheduler import Plan, Scheduled
+
+
+class ModelRunner:
+    """Runs a plan eagerly, or from a captured graph when all its sequences have the same, captured query length.
+
+    `num_eager_steps` and `num_graph_steps` say which happened how often.
+    """
+
+    def __init__(
+        self, joint: Joint, space: KVSpace, shape: KVShape, next_ids: Tensor, vocab_size: int
+    ) -> None:
+        self._joint, self._space, self._shape, self._next_ids = joint, space, shape, next_ids
+        self.vocab_size = vocab_size
+        self.graphs: StepGraphs | None = None
+        self.num_eager_steps = 0
+        self.num_graph_steps = 0
+
+    def forward(self, plan: Plan, want: Want = Want()) -> Forward:
+        rows = self._rows(plan.entries)
+        step = self._captured(rows)
+        if step is None:
+            self.num_eager_steps += 1
+            return self._eager([entry for entry in rows if entry is not None], want)
+        self.num_graph_steps += 1
+        return self._replay(step, rows, want)
+
+    def _rows(self, entries: Sequence[Scheduled]) -> list[Scheduled | None]:
+        """Entries in batch order; a layout with fixed rows puts each sequence at its row and leaves holes."""
+        if not self._space.fixed_rows:
+            return list(entries)
+        place = {self._space.block_table(entry.sequence.seq_id)[0]: entry for entry in entries}
+        return [place.get(row) for row in range(max(place) + 1)]
+
+    def _captured(self, rows: Sequence[Scheduled | None]) -> CapturedStep | None:
+        if self.graphs is None:
+            return None
+        entries = [entry for entry in rows if entry is not None]
+        query_len = entries[0].num_new_tokens
+        if any(entry.num_new_tokens != query_len for entry in entries):
+            return None
+        context = max(entry.sequence.num_computed for entry in entries) + query_len
+        return self.graphs.find(len(rows), query_len, context)
+
+    def _replay(self, step: CapturedStep, rows: Sequence[Scheduled | None], want: Want) -> Forward:
+        assert not want.hidden_layers, "hidden states do not come out of captured steps"
+        step.buffers.fill(rows, self._space)
+        step.graph.replay()
+        kept, sequences, lanes = [], [], []
+        for row, entry in enumerate(rows):
+            if entry is not None:
+                wanted = _wanted_offsets(entry, want)
+                kept += [row * step.buffers.query_len + offset for offset in wanted]
+                sequences += [entry.sequence] * len(wanted)
+                lanes += [entry.sequence.lane] * len(wanted)
+        if kept == list(range(len(kept))):
+            row_lanes = step.buffers.device["lanes"]
+            if step.buffers.query_len == 1:
+                return Forward(step.logits[: len(kept)], sequences, row_lanes[: len(kept)])
+        index = _to_device(kept, step.logits.device)
+        return Forward(step.logits.index_select(0, index), sequences, _to_device(lanes, step.logits.device))
+
+    def _eager(self, entries: Sequence[Scheduled], want: Want) -> Forward:
+        batch = pack(
+            [self._pack_entry(entry) for entry in entries], self._space, self._shape, self._next_ids.device
+        )
+        self._feed_sampled(batch, entries)
+        rows, sequences = self._logits_rows(entries, want)
+        batch.logits_rows = _to_device(rows, self._next_ids.device)
+        logits = self._joint.forward(batch)
+        lanes = _to_device([seq.lane for seq in sequences], self._next_ids.device)
+        return Forward(logits, sequences, lanes)
+
+    def _start(self, entry: Scheduled) -> int:
+        return 0 if self._space.recompute else entry.sequence.num_computed
+
+    def _pack_entry(self, entry: Scheduled) -> PackEntry:
+        seq = entry.sequence
+        stop = seq.num_computed + entry.num_new_tokens
+        start = self._start(entry)
+        known = seq.tokens[start:stop]
+        padding = [0] * (stop - start - len(known))
+        return PackEntry(seq.seq_id, known + padding, start)
+
+    def _feed_sampled(self, batch: Batch, entries: Sequence[Scheduled]) -> None:
+        """Tokens still in flight are read from the device table; each is the last token of its sequence."""
+        targets, lanes, end = [], [], 0
+        for entry in entries:
+            seq = entry.sequence
+            stop = seq.num_computed + entry.num_new_tokens
+            end += stop - self._start(entry)
+            if stop > len(seq.tokens):
+                targets.append(end - 1)
+                lanes.append(seq.lane)
+        if targets:
+            device = self._next_ids.device
+            sampled = self._next_ids[_to_device(lanes, device)]
+            batch.input_ids.index_copy_(0, _to_device(targets, device), sampled)
+
+    def _logits_rows(self, entries: Sequence[Scheduled], want: Want) -> tuple[list[int], list]:
+        rows, sequences, first = [], [], 0
+        for entry in entries:
+            count = entry.sequence.num_computed + entry.num_new_tokens - self._start(entry)
+            hidden = count - entry.num_new_tokens
+            wanted = _wanted_offsets(entry, want)
+            rows += [first + hidden + offset for offset in wanted]
+            sequences += [entry.sequence] * len(wanted)
+            first += count
+        return rows, sequences
+
+
+def _wanted_offsets(entry: Scheduled, want: Want) -> Sequence[int]:
+    """Which of an entry's new tokens get a logits row."""
+    if want.all_logits:
+        return range(entry.num_new_tokens)
+    last = entry.num_new_tokens - 1
+    return (last,) if entry.num_new_tokens == entry.sequence.num_uncomputed else ()
+
+
+def _to_device(values: Sequence[int], device: torch.device) -> Tensor:
+    tensor = torch.tensor(values, dtype=torch.int64, pin_memory=device.type == "cuda")
+    return tensor.to(device, non_blocking=True)

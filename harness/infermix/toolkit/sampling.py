@@ -1,0 +1,156 @@
+"""The sampler: greedy, temperature, top-k, top-p, min-p, repetition penalty, seeded per request.
+
+Noise is counter-based: one uniform number per token, a hash of (request seed, position). So the draw of a request
+depends neither on what else is in the batch nor on preemption. Filters follow the usual order: repetition penalty,
+temperature, top-k, top-p over what top-k left, min-p relative to the most likely token.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from infermix.roles.decoder import Forward
+    from infermix.roles.request import SamplingParams, Sequence
+
+_MASK = (1 << 64) - 1
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in (0, 1) from (seed, position): two rounds of the SplitMix64 finalizer (Steele et al., 2014)."""
+    state = ((seed * 0x9E3779B97F4A7C15) ^ ((position + 1) * 0xD1342543DE82EF95)) & _MASK
+    for _ in range(2):
+        state = (state + 0x9E3779B97F4A7C15) & _MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state ^= state >> 31
+    return ((state >> 32) + 0.5) / 2.0**32
+
+
+def penalise_repetition(logits: Tensor, seen: Tensor, penalty: Tensor) -> Tensor:
+    """Divide positive and multiply negative logits of seen tokens by `penalty [R, 1]` (Keskar et al., 2019)."""
+    return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+
+
+def filter_probabilities(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """Probabilities `[R, V]` (not renormalised) with everything outside top-k, top-p, min-p set to 0.
+
+    `top_k [R, 1]` int64 (0: off), `top_p [R, 1]` (1: off), `min_p [R, 1]` (0: off). Ties are broken by token id, so
+    that top-k keeps exactly k tokens.
+    """
+    ordered, index = torch.sort(logits, dim=-1, descending=True, stable=True)
+    rank = torch.arange(logits.shape[-1], device=logits.device)
+    ordered = ordered.masked_fill((top_k > 0) & (rank >= top_k), float("-inf"))
+    probabilities = torch.softmax(ordered, dim=-1, dtype=torch.float64)
+    before = probabilities.cumsum(-1) - probabilities
+    drop = ((before >= top_p) & (top_p < 1)) | (probabilities < min_p * probabilities[:, :1])
+    drop[:, 0] = False
+    return torch.zeros_like(probabilities).scatter_(1, index, probabilities.masked_fill(drop, 0.0))
+
+
+def draw(probabilities: Tensor, noise: Tensor) -> Tensor:
+    """Inverse-CDF draw in token-id order: `probabilities [R, V]` float64, `noise [R, 1]` in (0, 1) -> ids `[R]`."""
+    cumulative = probabilities.cumsum(-1)
+    return (cumulative <= noise * cumulative[:, -1:]).sum(-1)
+
+
+class TokenSampler:
+    """Keeps `next_ids [max_num_seqs + 1]` on the device: the last sampled token of each lane.
+
+    The extra lane belongs to padded rows.
+    """
+
+    def __init__(
+        self, max_num_seqs: int, vocab_size: int, device: torch.device, eos_token_ids: tuple[int, ...]
+    ) -> None:
+        self.next_ids = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
+        self._vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
+        self._seen: Tensor | None = None
+        self._seen_owner: dict[int, int] = {}
+
+    def sample(self, forward: Forward) -> Tensor:
+        sequences = forward.sequences
+        logits = self._withhold_stops(forward.logits, sequences)
+        penalised = any(seq.request.sampling.repetition_penalty != 1.0 for seq in sequences)
+        if penalised:
+            logits = self._penalise(logits.float(), forward)
+        if all(seq.request.sampling.temperature == 0 for seq in sequences):
+            ids = logits.argmax(-1)
+        else:
+            ids = self._draw(logits, sequences)
+        self.next_ids.index_copy_(0, forward.lanes, ids)
+        if penalised and self._seen is not None:
+            self._seen[forward.lanes, ids] = True
+        return ids
+
+    def reset(self) -> None:
+        self._seen_owner.clear()
+
+    def _draw(self, logits: Tensor, sequences: list[Sequence]) -> Tensor:
+        params = [seq.request.sampling for seq in sequences]
+        noise = [uniform(p.seed, seq.num_tokens) for p, seq in zip(params, sequences, strict=True)]
+        table = torch.tensor(
+            [
+                [p.temperature or 1.0, p.top_k, p.top_p, p.min_p, u, p.temperature == 0]
+                for p, u in zip(params, noise, strict=True)
+            ],
+            dtype=torch.float64,
+        ).to(logits.device, non_blocking=True)
+        temperature, top_k, top_p, min_p, draws, greedy = table.split(1, dim=1)
+        scaled = logits.float() / temperature.float()
+        if any(_filters(p) for p in params):
+            probabilities = filter_probabilities(scaled, top_k.long(), top_p, min_p)
+        else:
+            probabilities = torch.softmax(scaled, dim=-1, dtype=torch.float64)
+        return torch.where(greedy.squeeze(1) > 0, logits.argmax(-1), draw(probabilities, draws))
+
+    def _withhold_stops(self, logits: Tensor, sequences: list[Sequence]) -> Tensor:
+        """Before `min_new_tokens` no stop token can be chosen."""
+        early = [
+            (row, stops)
+            for row, seq in enumerate(sequences)
+            if seq.num_output_tokens < seq.request.sampling.min_new_tokens
+            and (stops := stop_tokens(seq.request.sampling, self._eos_token_ids))
+        ]
+        if not early:
+            return logits
+        logits = logits.clone()
+        for row, stops in early:
+            logits[row, list(stops)] = float("-inf")
+        return logits
+
+    def _penalise(self, logits: Tensor, forward: Forward) -> Tensor:
+        if self._seen is None:
+            shape = (self.next_ids.shape[0], self._vocab_size)
+            self._seen = torch.zeros(shape, dtype=torch.bool, device=logits.device)
+        for seq in forward.sequences:
+            if self._seen_owner.get(seq.lane) != seq.seq_id:
+                self._mark_tokens(seq)
+        penalties = [seq.request.sampling.repetition_penalty for seq in forward.sequences]
+        penalty = torch.tensor(penalties, dtype=torch.float32).to(logits.device, non_blocking=True)
+        return penalise_repetition(logits, self._seen[forward.lanes], penalty[:, None])
+
+    def _mark_tokens(self, seq: Sequence) -> None:
+        assert self._seen is not None
+        self._seen[seq.lane] = False
+        self._seen[seq.lane, torch.tensor(seq.tokens, device=self._seen.device)] = True
+        self._seen_owner[seq.lane] = seq.seq_id
+
+    def forget(self, lane: int) -> None:
+        """A lane changed hands; its penalty history is rebuilt when next needed."""
+        self._seen_owner.pop(lane, None)
+
+
+def stop_tokens(sampling: SamplingParams, eos_token_ids: tuple[int, ...]) -> frozenset[int]:
+    """Tokens that end a request."""
+    eos = () if sampling.ignore_eos else eos_token_ids
+    return frozenset((*eos, *sampling.stop_token_ids))
+
+
+def _filters(params: SamplingParams) -> bool:
+    return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
