@@ -36,7 +36,7 @@ def pack(
 ) -> Batch:
     """Pack `entries` in order; blocks for every token must be reserved in `space`.
 
-    `Batch.logits_rows` is what is given, else every row with `all_logits`, else the last new token of each entry.
+    `Batch.logits_rows` is what is given, else every row with `all_logits`, else the last new token of each.
     Two copies go to the device: one of all int64 fields, one of all int32 fields.
     """
     query = np.fromiter((len(entry.token_ids) for entry in entries), np.int64, len(entries))
@@ -100,6 +100,5 @@ def _to_device(arrays: Sequence[np.ndarray], dtype: type, device: torch.device) 
         flat[start : start + array.size] = array.reshape(-1)
     moved = host.to(device, non_blocking=True)
     return [
-        moved[start : start + array.size].view(array.shape)
-        for start, array in zip(starts[:-1], arrays, strict=True)
+        moved[start : start + array.size].view(array.shape) for start, array in zip(starts[:-1], arrays, strict=True)
     ]

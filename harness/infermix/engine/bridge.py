@@ -1,0 +1,167 @@
+"""The joint: transformers' modeling code with our attention and KV store inside.
+
+One attention function is registered under one name and left out of `AttentionMaskInterface`, so that
+transformers builds no mask. The batch travels to it through a keyword of `model(...)`, so nothing is global.
+A probe forward at construction learns what every layer hands over and refuses what would silently go wrong.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from infermix.engine.probe import AttentionCall, LayerProbe, layer_specs
+from infermix.errors import Unsupported
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from infermix.roles.attention import AttentionBackend, LayerSpec
+    from infermix.roles.batch import Batch
+    from infermix.roles.kv_space import KVGroup
+    from infermix.roles.kv_store import KVStore
+
+#: The name under which transformers knows our attention function.
+ATTENTION_NAME = "infermix"
+
+
+@dataclass(slots=True)
+class ForwardContext:
+    """What one forward carries to every attention call. `probe` is set in checked forwards only."""
+
+    batch: Batch | None = None
+    attention: AttentionBackend | None = None
+    store: KVStore | None = None
+    layers: Mapping[int, LayerSpec] = field(default_factory=dict)
+    probe: LayerProbe | None = None
+
+
+def _attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **given: Any
+) -> tuple[Tensor, None]:
+    """The registered function: `query [1, H, T, Dk]`, `key`, `value [1, Hkv, T, D]` -> `[1, T, H, Dv]`."""
+    context: ForwardContext | None = given.pop("infermix", None)
+    if context is None:
+        raise Unsupported(f"{type(module).__name__} does not hand keyword arguments of the model to its attention")
+    if context.probe is not None:
+        context.probe.see(AttentionCall(module, query, key, value, attention_mask, given))
+    if context.store is None:
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
+    batch, store, attention = context.batch, context.store, context.attention
+    assert batch is not None
+    assert attention is not None
+    layer = context.layers[module.layer_idx]  # type: ignore[index]
+    group = batch.groups[layer.group]
+    store.write(layer.layer_idx, key[0].transpose(0, 1), value[0].transpose(0, 1), batch, group)
+    view = store.view(layer.layer_idx, batch, group)
+    return attention.forward(query[0].transpose(0, 1), view, batch, layer).unsqueeze(0), None
+
+
+class Joint:
+    """A loaded causal LM whose attention is ours.
+
+    Construction runs one two-token forward without a store. Raises `Unsupported` when the model does not hand
+    its attention over completely (see `engine.probe`), or when `groups` (what the cost model derived from the
+    config) differs from what the modules really hand over.
+    """
+
+    def __init__(self, model: Any, groups: tuple[KVGroup, ...] | None = None) -> None:
+        self.model = model
+        self.device: torch.device = next(model.parameters()).device
+        self._takes_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._previous: str = model.config._attn_implementation
+        self._context = ForwardContext()
+        _register()
+        self._use(ATTENTION_NAME)
+        try:
+            probe = self._probe()
+            self._context.layers, self.groups = layer_specs(probe, groups)
+        except BaseException:
+            self._use(self._previous)
+            raise
+
+    @property
+    def layers(self) -> Mapping[int, LayerSpec]:
+        """What each attention layer asks for, by layer index."""
+        return self._context.layers
+
+    def attach(self, attention: AttentionBackend, store: KVStore) -> None:
+        """Send every following `forward` through these parts."""
+        self._context.attention, self._context.store = attention, store
+        self._use(ATTENTION_NAME)
+
+    def detach(self) -> None:
+        """Give the model its previous attention back; the store is let go."""
+        self._context.attention = self._context.store = self._context.batch = None
+        self._use(self._previous)
+
+    def forward(self, batch: Batch, *, checked: bool = False) -> Tensor:
+        """Logits `[R, V]` of `batch.logits_rows`.
+
+        Capturable: no host read, no branch on values. `checked` repeats the guards of the probe on this very
+        batch and raises `Unsupported` when a layer hands over something else than it did at construction.
+        """
+        if self._context.store is None:
+            raise Unsupported("the joint has no store: call attach first")
+        self._context.batch = batch
+        if not checked:
+            return self._logits(batch.input_ids, batch.positions, batch.logits_rows)
+        self._context.probe = LayerProbe()
+        try:
+            logits = self._logits(batch.input_ids, batch.positions, batch.logits_rows)
+            self._context.probe.require_same(self._context.layers)
+        finally:
+            self._context.probe = None
+        return logits
+
+    def reference(self, input_ids: Tensor) -> Tensor:
+        """Logits `[T, V]` of transformers' own eager full forward over one sequence `[T]`."""
+        self._use("eager")
+        try:
+            with torch.no_grad():
+                return self.model(input_ids=input_ids[None], use_cache=False).logits[0]
+        finally:
+            self._use(ATTENTION_NAME)
+
+    def _logits(self, input_ids: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
+        extra = {"logits_to_keep": rows} if self._takes_rows else {}
+        with torch.no_grad():
+            out = self.model(
+                input_ids=input_ids.unsqueeze(0),
+                position_ids=positions.unsqueeze(0),
+                use_cache=False,
+                infermix=self._context,
+                **extra,
+            )
+            logits = out.logits[0]
+            return logits if self._takes_rows else logits.index_select(0, rows)
+
+    def _probe(self) -> LayerProbe:
+        probe = self._context.probe = LayerProbe()
+        ids = torch.zeros(2, dtype=torch.int64, device=self.device)
+        try:
+            self._logits(ids, torch.arange(2, device=self.device), ids[:1])
+        except TypeError as error:
+            raise Unsupported(f"{type(self.model).__name__} cannot be driven by the joint: {error}") from error
+        finally:
+            self._context.probe = None
+        probe.require_layers(_num_layers(self.model.config), type(self.model).__name__)
+        return probe
+
+    def _use(self, name: str) -> None:
+        if self.model.config._attn_implementation != name:
+            self.model.set_attn_implementation(name)
+
+
+def _num_layers(config: Any) -> int:
+    return int(config.get_text_config(decoder=True).num_hidden_layers)
+
+
+def _register() -> None:
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(ATTENTION_NAME, _attend)
