@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -10,6 +10,17 @@ from msgspec import Meta
 DEFAULT_PARTS = {
     "attention": "sdpa",
     "kv": "paged",
+    "quantizer": "none",
+    "decoder": "autoregressive",
+    "scheduler": "continuous",
+}
+DEFAULT_ENGINE = "native"
+
+#: What quality is compared with: the yardstick of every other part.
+REFERENCE_ENGINE = "native"
+REFERENCE_PARTS = {
+    "attention": "eager",
+    "kv": "dense",
     "quantizer": "none",
     "decoder": "autoregressive",
     "scheduler": "continuous",
@@ -63,16 +74,18 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class Experiment(msgspec.Struct, frozen=True, kw_only=True):
     """One resolved experiment: a single cell once `sweep` is empty.
 
-    `parts` holds one `Use` per role; `engine` defaults to the native one. `baseline` is a partial assignment
+    `parts` holds the roles that the experiment names; `compose` adds `DEFAULT_PARTS` for those that the engine hosts
+    and nobody named. `dtype` `auto`: the checkpoint's, except that GGUF weights become float32 on the CPU and
+    bfloat16 on CUDA, as float32 checkpoints do there. `baseline` is a partial assignment
     (dotted path -> value) that picks the row which others are divided by. `base` is the folder of the YAML file.
     """
 
     name: str
     model: ModelSource
     workload: Use
-    device: str = "auto"
-    dtype: str = "auto"
-    engine: Use = Use("native")
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
+    engine: Use = Use(DEFAULT_ENGINE)
     parts: dict[str, Use] = {}
     measure: Measure = Measure()
     limits: Limits = Limits()
