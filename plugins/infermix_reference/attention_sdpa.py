@@ -1,0 +1,109 @@
+"""Attention through `torch.nn.functional.scaled_dot_product_attention`."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from infermix.errors import Unsupported
+from infermix.roles.attention import LayerSpec
+from infermix.roles.batch import Batch
+from infermix.roles.kv_store import DenseView, RaggedView, View
+from torch import Tensor
+
+from infermix_reference import steps
+
+
+class SdpaAttention:
+    """Reads every view (paged ones through a gather); window, any head grouping, Dk != Dv; no softcap, no sinks."""
+
+    reads: tuple[type, ...] = (RaggedView, DenseView)
+
+    def forward(self, q: Tensor, view: View, batch: Batch, layer: LayerSpec) -> Tensor:
+        if layer.softcap is not None or layer.sinks is not None:
+            raise Unsupported("scaled_dot_product_attention has neither softcap nor sinks; use attention: eager")
+        rows = steps.num_batched_rows(view, batch, on_host=q.device.type == "cpu")
+        pieces = [self._batched(q, view, batch, layer, rows)] if rows else []
+        if rows < batch.num_seqs:
+            pieces += self._one_by_one(q, view, batch, layer, rows)
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def _batched(self, q: Tensor, view: View, batch: Batch, layer: LayerSpec, rows: int) -> Tensor:
+        query_len = batch.query_len or 1
+        capacity = steps.capacity_of(batch, rows)
+        keys, values = steps.read_batched(view, batch, layer, rows, capacity)
+        group = layer.num_heads // layer.num_kv_heads
+        bias = steps.once_per_forward(
+            batch,
+            layer,
+            ("bias", rows, capacity, layer.window, group, q.dtype),
+            lambda: _bias(steps.visible_keys(batch, rows, query_len, keys.shape[1], layer.window), group, q.dtype),
+        )
+        folded = steps.fold_heads(q[: rows * query_len], rows, layer.num_kv_heads)
+        out = F.scaled_dot_product_attention(
+            folded,
+            keys.transpose(1, 2),
+            values.transpose(1, 2),
+            attn_mask=bias.expand(-1, layer.num_kv_heads, -1, -1),
+            scale=layer.scale,
+        )
+        out = out.masked_fill(batch.context_lens[:rows, None, None, None] == 0, 0)
+        return steps.unfold_heads(out, query_len)
+
+    def _one_by_one(self, q: Tensor, view: View, batch: Batch, layer: LayerSpec, first: int) -> list[Tensor]:
+        assert batch.host_context_lens is not None
+        pieces, start = [], sum(batch.query_lens[:first])
+        for index in range(first, batch.num_seqs):
+            query_len, context = batch.query_lens[index], batch.host_context_lens[index]
+            queries = q[start : start + query_len]
+            start += query_len
+            if context == 0:
+                pieces.append(q.new_zeros(query_len, layer.num_heads, layer.value_dim))
+                continue
+            keys, values = view.sequence(index, context)
+            skipped = steps.first_key(query_len, context, layer.window)
+            pieces.append(_attend_sequence(queries, keys[skipped:], values[skipped:], batch, layer))
+        return pieces
+
+
+def _attend_sequence(q: Tensor, keys: Tensor, values: Tensor, batch: Batch, layer: LayerSpec) -> Tensor:
+    """`q [n, H, Dk]` at the end of `keys [c, Hkv, Dk]` -> `[n, H, Dv]`."""
+    query_len, context = q.shape[0], keys.shape[0]
+    if query_len == context and (layer.window is None or context <= layer.window):
+        return _attend_prefill(q, keys, values, layer)
+    bias = None
+    if query_len > 1:
+        group = layer.num_heads // layer.num_kv_heads
+        bias = steps.once_per_forward(
+            batch,
+            layer,
+            ("chunk", query_len, context, layer.window, group, q.dtype),
+            lambda: _bias(steps.sequence_mask(query_len, context, layer.window, q.device)[None], group, q.dtype),
+        )
+    folded = steps.fold_heads(q, 1, layer.num_kv_heads)
+    out = F.scaled_dot_product_attention(
+        folded, keys[None].transpose(1, 2), values[None].transpose(1, 2), attn_mask=bias, scale=layer.scale
+    )
+    return steps.unfold_heads(out, query_len)
+
+
+def _attend_prefill(q: Tensor, keys: Tensor, values: Tensor, layer: LayerSpec) -> Tensor:
+    out = F.scaled_dot_product_attention(
+        q[None].transpose(1, 2),
+        keys[None].transpose(1, 2),
+        values[None].transpose(1, 2),
+        is_causal=q.shape[0] > 1,
+        scale=layer.scale,
+        enable_gqa=layer.num_heads != layer.num_kv_heads,
+    )
+    return out[0].transpose(0, 1)
+
+
+def _bias(visible: Tensor, group: int, dtype: torch.dtype) -> Tensor:
+    """`visible [B, n, S]` -> `[B, 1, G * n, S]` additive mask.
+
+    The lowest finite number instead of -inf: a row that sees nothing stays free of NaN, and next to any visible key
+    it still underflows to a weight of exactly 0.
+    """
+    bias = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+    bias = bias.masked_fill(~visible, torch.finfo(dtype).min)
+    return bias.repeat(1, group, 1)[:, None]

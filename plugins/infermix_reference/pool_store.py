@@ -1,0 +1,99 @@
+"""Pre-allocated block pools, one pair of tensors per layer: the bytes of `dense` and `paged`."""
+
+from __future__ import annotations
+
+import torch
+from infermix.errors import OutOfMemory
+from infermix.roles.batch import Batch, GroupBatch
+from infermix.roles.kv_space import KVShape
+from infermix.roles.kv_store import DenseView, PagedView, RaggedView, View
+from torch import Tensor
+
+
+def host_rows(batch: Batch, group: GroupBatch) -> tuple[int, ...]:
+    """First block of each sequence, on the host; reads the device only when the runner did not say."""
+    if batch.host_rows is not None:
+        return batch.host_rows
+    if "host_rows" not in batch.extra:
+        batch.extra["host_rows"] = tuple(group.block_tables[:, 0].tolist())
+    return batch.extra["host_rows"]
+
+
+class PoolStore:
+    """K `[num_blocks + 1, block_size, Hkv, Dk]` and V alike for every layer; the last block is the sink."""
+
+    def __init__(self, shape: KVShape, device: torch.device | str, dtype: torch.dtype) -> None:
+        self.shape = shape
+        self._pools: dict[int, tuple[Tensor, Tensor]] = {}
+        self._slots: dict[int, tuple[Tensor, Tensor]] = {}
+        for group in shape.groups:
+            for layer in group.layers:
+                pair = tuple(
+                    self._allocate(group.num_kv_heads, dim, device, dtype) for dim in (group.key_dim, group.value_dim)
+                )
+                self._pools[layer] = pair[0], pair[1]
+                self._slots[layer] = pair[0].flatten(0, 1), pair[1].flatten(0, 1)
+
+    def _allocate(self, num_kv_heads: int, dim: int, device: torch.device | str, dtype: torch.dtype) -> Tensor:
+        size = (self.shape.num_blocks + 1, self.shape.block_size, num_kv_heads, dim)
+        try:
+            return torch.zeros(size, device=device, dtype=dtype)
+        except (torch.OutOfMemoryError, RuntimeError) as error:
+            raise OutOfMemory(f"no memory for {self.shape.bytes} bytes of KV on {device}: {error}") from error
+
+    def write(self, layer_idx: int, k: Tensor, v: Tensor, batch: Batch, group: GroupBatch) -> None:
+        keys, values = self._slots[layer_idx]
+        keys.index_copy_(0, group.slot_mapping, k)
+        values.index_copy_(0, group.slot_mapping, v)
+
+    def view(self, layer_idx: int, batch: Batch, group: GroupBatch) -> View:
+        raise NotImplementedError
+
+    def copy(self, pairs: list[tuple[int, int]]) -> None:
+        if not pairs:
+            return
+        for pools in self._pools.values():
+            for pool in pools:
+                sources = torch.tensor([source for source, _ in pairs], device=pool.device)
+                targets = torch.tensor([target for _, target in pairs], device=pool.device)
+                pool[targets] = pool[sources]
+
+    def export_blocks(self, blocks: list[int]) -> list[tuple[Tensor, Tensor]]:
+        return [
+            (keys.index_select(0, index), values.index_select(0, index))
+            for keys, values in self._pools.values()
+            for index in (torch.tensor(blocks, device=keys.device),)
+        ]
+
+    def import_blocks(self, blocks: list[int], data: list[tuple[Tensor, Tensor]]) -> None:
+        for pools, parts in zip(self._pools.values(), data, strict=True):
+            for pool, part in zip(pools, parts, strict=True):
+                pool[torch.tensor(blocks, device=pool.device)] = part.to(pool)
+
+    def allocated_bytes(self) -> int:
+        return sum(part.numel() * part.element_size() for pools in self._pools.values() for part in pools)
+
+
+class PagedStore(PoolStore):
+    """Read through block tables."""
+
+    def view(self, layer_idx: int, batch: Batch, group: GroupBatch) -> PagedView:
+        keys, values = self._pools[layer_idx]
+        return PagedView(keys, values, group.block_tables)
+
+
+class DenseStore(PoolStore):
+    """One block per sequence.
+
+    Where sequence i of the batch has row i (always so in a captured step: the runner keeps it, with padded rows as
+    holes), the view is a slice of the pool. Other batches get one slice per sequence. Nothing is copied either way.
+    """
+
+    def view(self, layer_idx: int, batch: Batch, group: GroupBatch) -> DenseView | RaggedView:
+        keys, values = self._pools[layer_idx]
+        if batch.captured:
+            return DenseView(keys[: batch.num_seqs], values[: batch.num_seqs])
+        rows = host_rows(batch, group)
+        if all(row == index for index, row in enumerate(rows)):
+            return DenseView(keys[: batch.num_seqs], values[: batch.num_seqs])
+        return RaggedView([keys[row] for row in rows], [values[row] for row in rows])

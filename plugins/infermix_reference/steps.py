@@ -1,0 +1,138 @@
+"""What attention computes once per forward and shares between layers: masks, gather indices, folded heads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import TypeVar
+
+import torch
+from infermix.roles.attention import LayerSpec
+from infermix.roles.batch import Batch
+from infermix.roles.kv_store import DenseView, PagedView, View
+from torch import Tensor
+
+T = TypeVar("T")
+
+#: Longest uniform query that an eager step handles in one batched call; longer ones are prefill.
+MAX_BATCHED_QUERY = 16
+
+
+def once_per_forward(batch: Batch, layer: LayerSpec, key: Hashable, make: Callable[[], T]) -> T:
+    """The value of `make()`, computed by the first layer that asks for `key` in each forward.
+
+    Layers run in increasing order, so a layer that asks at or before the one that made the value begins a new
+    forward: a persistent `Batch` never serves a value of an earlier step, and a graph records the computation.
+    """
+    made = batch.extra.get(key)
+    if made is not None and made[0] < layer.layer_idx:
+        return made[1]
+    value = make()
+    batch.extra[key] = (layer.layer_idx, value)
+    return value
+
+
+def fold_heads(q: Tensor, num_seqs: int, num_kv_heads: int) -> Tensor:
+    """`q [B * n, H, D]` -> `[B, Hkv, G * n, D]`: heads that share K become query rows of it, no repeat."""
+    tokens, heads, dim = q.shape
+    query_len = tokens // num_seqs
+    if query_len == 1:
+        return q.view(num_seqs, num_kv_heads, heads // num_kv_heads, dim)
+    split = q.view(num_seqs, query_len, num_kv_heads, heads // num_kv_heads, dim)
+    return split.permute(0, 2, 3, 1, 4).reshape(num_seqs, num_kv_heads, -1, dim)
+
+
+def unfold_heads(out: Tensor, query_len: int) -> Tensor:
+    """The inverse of `fold_heads`: `[B, Hkv, G * n, D]` -> `[B * n, H, D]`."""
+    num_seqs, num_kv_heads, rows, dim = out.shape
+    if query_len == 1:
+        return out.reshape(num_seqs, num_kv_heads * rows, dim)
+    split = out.view(num_seqs, num_kv_heads, rows // query_len, query_len, dim)
+    return split.permute(0, 3, 1, 2, 4).reshape(num_seqs * query_len, -1, dim)
+
+
+def num_batched_rows(view: View, batch: Batch, on_host: bool) -> int:
+    """How many leading sequences are read in one batched call; all of them in a captured step.
+
+    Elsewhere a batched call reads up to the longest context and needs masks: on a host, exact slices per sequence
+    are cheaper; on a device, one launch for all is. Schedulers put decodes first, so a prefix is enough.
+    """
+    if batch.captured:
+        return batch.num_seqs
+    if on_host or not isinstance(view, DenseView | PagedView):
+        return 0
+    if batch.query_len is not None and batch.query_len <= MAX_BATCHED_QUERY:
+        return batch.num_seqs if batch.num_seqs > 1 else 0
+    leading = next((i for i, n in enumerate(batch.query_lens) if n != 1), batch.num_seqs)
+    return leading if leading > 1 else 0
+
+
+def capacity_of(batch: Batch, rows: int) -> int:
+    """Number of key positions that a batched call over the first `rows` sequences reads."""
+    if batch.host_context_lens is None:
+        return batch.context_capacity
+    return max(batch.host_context_lens[:rows])
+
+
+def visible_keys(batch: Batch, rows: int, query_len: int, capacity: int, window: int | None) -> Tensor:
+    """`[rows, query_len, capacity]` bool on the device: causal, within the window, inside the context."""
+    device = batch.context_lens.device
+    context = batch.context_lens[:rows].to(torch.int64)
+    offsets = torch.arange(query_len, device=device) - query_len
+    positions = (context[:, None] + offsets)[:, :, None]
+    keys = torch.arange(capacity, device=device)
+    visible = keys <= positions
+    if window is not None:
+        visible = visible & (keys > positions - window)
+    return visible
+
+
+def sequence_mask(query_len: int, keys: int, window: int | None, device: torch.device) -> Tensor:
+    """`[query_len, keys]` bool for one sequence whose last query sits at the last key."""
+    positions = torch.arange(keys - query_len, keys, device=device)[:, None]
+    columns = torch.arange(keys, device=device)
+    visible = columns <= positions
+    if window is not None:
+        visible = visible & (columns > positions - window)
+    return visible
+
+
+def first_key(query_len: int, context: int, window: int | None) -> int:
+    """The first key that any of the last `query_len` tokens sees."""
+    return 0 if window is None else max(0, context - query_len - window + 1)
+
+
+def read_batched(view: View, batch: Batch, layer: LayerSpec, rows: int, capacity: int) -> tuple[Tensor, Tensor]:
+    """K `[rows, capacity, Hkv, Dk]` and V alike, without anything that the sequences did not write.
+
+    Beyond a context, memory may hold anything, NaN included, and 0 times NaN is NaN. A gather repeats the sequence's
+    last token there instead; a dense view is read through a mask. Rows without context are unspecified.
+    """
+    if isinstance(view, PagedView):
+        key = ("slots", layer.group, rows, capacity)
+        slots = once_per_forward(batch, layer, key, lambda: _slots(view, batch, rows, capacity))
+        return _take(view.keys, slots, rows), _take(view.values, slots, rows)
+    assert isinstance(view, DenseView)
+    if capacity > view.keys.shape[1]:
+        capacity = view.keys.shape[1]
+    key = ("unwritten", rows, capacity)
+    unwritten = once_per_forward(batch, layer, key, lambda: _unwritten(batch, rows, capacity))
+    keys, values = view.keys[:rows, :capacity], view.values[:rows, :capacity]
+    return keys.masked_fill(unwritten, 0), values.masked_fill(unwritten, 0)
+
+
+def _slots(view: PagedView, batch: Batch, rows: int, capacity: int) -> Tensor:
+    block_size = view.keys.shape[1]
+    last = (batch.context_lens[:rows].to(torch.int64) - 1).clamp_(min=0)
+    positions = torch.arange(capacity, device=last.device)
+    positions = torch.minimum(positions, last[:, None])
+    blocks = view.block_tables[:rows].to(torch.int64).gather(1, positions // block_size)
+    return (blocks * block_size + positions % block_size).view(-1)
+
+
+def _take(pool: Tensor, slots: Tensor, rows: int) -> Tensor:
+    return pool.flatten(0, 1).index_select(0, slots).view(rows, -1, *pool.shape[2:])
+
+
+def _unwritten(batch: Batch, rows: int, capacity: int) -> Tensor:
+    keys = torch.arange(capacity, device=batch.context_lens.device)
+    return (keys >= batch.context_lens[:rows, None])[:, :, None, None]
