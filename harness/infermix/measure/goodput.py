@@ -1,0 +1,79 @@
+"""Goodput: requests per second that met the stated limits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+
+from infermix.errors import UserError, nearest
+from infermix.record.record import RequestSample
+
+FAILED = frozenset({"error", "abort"})
+
+
+def failed(sample: RequestSample) -> bool:
+    return sample.finish_reason in FAILED
+
+
+def ttft_s(sample: RequestSample) -> float | None:
+    """Intended arrival to first output token; `None` without output."""
+    return sample.emissions[0][0] - sample.arrival_s if sample.emissions else None
+
+
+def ttft_from_send_s(sample: RequestSample) -> float | None:
+    return sample.emissions[0][0] - sample.sent_s if sample.emissions else None
+
+
+def e2e_s(sample: RequestSample) -> float | None:
+    """Intended arrival to last output token."""
+    return sample.emissions[-1][0] - sample.arrival_s if sample.emissions else None
+
+
+def tpot_s(sample: RequestSample) -> float | None:
+    """(E2E - TTFT) / (output tokens - 1); undefined for one token."""
+    tokens = output_tokens(sample)
+    if tokens < 2:
+        return None
+    return (sample.emissions[-1][0] - sample.emissions[0][0]) / (tokens - 1)
+
+
+def gaps_s(sample: RequestSample) -> list[float]:
+    """Times between consecutive emissions."""
+    return [later - earlier for (earlier, _), (later, _) in pairwise(sample.emissions)]
+
+
+def output_tokens(sample: RequestSample) -> int:
+    return sum(tokens for _, tokens in sample.emissions)
+
+
+def _largest_gap_s(sample: RequestSample) -> float | None:
+    return max(gaps_s(sample), default=None)
+
+
+#: What a request can be held to. `itl_s` bounds its largest gap. A figure that is undefined for a request (TPOT of
+#: one token) does not fail it, but a request without any output never counts.
+GOODPUT_LIMITS: Mapping[str, Callable[[RequestSample], float | None]] = {
+    "ttft_s": ttft_s,
+    "tpot_s": tpot_s,
+    "itl_s": _largest_gap_s,
+    "e2e_s": e2e_s,
+}
+
+
+def check_goodput(limits: Mapping[str, float]) -> None:
+    """Raises `UserError` for a limit that does not exist."""
+    for name in limits:
+        if name not in GOODPUT_LIMITS:
+            raise UserError(
+                f"there is no goodput limit {name!r}",
+                key=f"measure.goodput.{name}",
+                hint=nearest(name, GOODPUT_LIMITS),
+            )
+
+
+def meets_limits(sample: RequestSample, limits: Mapping[str, float]) -> bool:
+    """Whether a request ended well, gave output, and kept every limit (equality counts)."""
+    if failed(sample) or not sample.emissions:
+        return False
+    values = ((GOODPUT_LIMITS[name](sample), limit) for name, limit in limits.items())
+    return all(value is None or value <= limit for value, limit in values)
