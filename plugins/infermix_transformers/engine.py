@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import transformers
 from infermix.engine.loader import load_model, load_tokenizer
 from infermix.errors import UserError
 from infermix.roles.component import Role
