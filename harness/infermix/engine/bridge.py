@@ -71,7 +71,8 @@ class Joint:
 
     def __init__(self, model: Any, groups: tuple[KVGroup, ...] | None = None) -> None:
         self.model = model
-        self.device: torch.device = next(model.parameters()).device
+        self.device: torch.device = model.device
+        self.dtype: torch.dtype = model.dtype
         self._takes_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._previous: str = model.config._attn_implementation
         self._context = ForwardContext()
@@ -118,14 +119,16 @@ class Joint:
             self._context.probe = None
         return logits
 
-    def reference(self, input_ids: Tensor) -> Tensor:
-        """Logits `[T, V]` of transformers' own eager full forward over one sequence `[T]`."""
+    def reference(self, input_ids: Tensor, num_rows: int) -> Tensor:
+        """Last `num_rows` logits of transformers' own eager full forward over one sequence `[T]`; detached only."""
+        assert self._context.store is None
+        extra = {"logits_to_keep": num_rows} if self._takes_rows else {}
         self._use("eager")
         try:
             with torch.no_grad():
-                return self.model(input_ids=input_ids[None], use_cache=False).logits[0]
+                return self.model(input_ids=input_ids[None], use_cache=False, **extra).logits[0, -num_rows:]
         finally:
-            self._use(ATTENTION_NAME)
+            self._use(self._previous)
 
     def _logits(self, input_ids: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
         extra = {"logits_to_keep": rows} if self._takes_rows else {}

@@ -65,6 +65,7 @@ def pack(
         host_context_lens=tuple(context.tolist()),
         query_len=query_lens[0] if len(set(query_lens)) == 1 else None,
         context_capacity=int(context.max()),
+        host_rows=tuple(tables[0][:, 0].tolist()),
     )
 
 
