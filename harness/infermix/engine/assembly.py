@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from infermix.cost.kv import kv_groups
 from infermix.engine.bridge import Joint
 from infermix.engine.components import NativeOptions
 from infermix.engine.graphs import StepGraphs
@@ -68,7 +69,7 @@ def assemble(options: NativeOptions, context: EngineContext) -> NativeEngine:
     if options.linears == "packed":
         with build.phase("pack_linears"):
             _pack_linears(build, loaded)
-    joint = Joint(loaded.model, context.facts)
+    joint = Joint(loaded.model, kv_groups(context.facts))
     attention, layout = build.part(Role.ATTENTION), build.part(Role.KV)
     with build.phase("allocate"):
         shape = _size_kv(build, layout, joint)

@@ -26,9 +26,7 @@ class ModelRunner:
     `num_eager_steps` and `num_graph_steps` say which happened how often.
     """
 
-    def __init__(
-        self, joint: Joint, space: KVSpace, shape: KVShape, next_ids: Tensor, vocab_size: int
-    ) -> None:
+    def __init__(self, joint: Joint, space: KVSpace, shape: KVShape, next_ids: Tensor, vocab_size: int) -> None:
         self._joint, self._space, self._shape, self._next_ids = joint, space, shape, next_ids
         self.vocab_size = vocab_size
         self.graphs: StepGraphs | None = None
@@ -80,15 +78,15 @@ class ModelRunner:
         return Forward(step.logits.index_select(0, index), sequences, _to_device(lanes, step.logits.device))
 
     def _eager(self, entries: Sequence[Scheduled], want: Want) -> Forward:
-        batch = pack(
-            [self._pack_entry(entry) for entry in entries], self._space, self._shape, self._next_ids.device
-        )
-        self._feed_sampled(batch, entries)
+        device = self._next_ids.device
         rows, sequences = self._logits_rows(entries, want)
-        batch.logits_rows = _to_device(rows, self._next_ids.device)
+        packed = [self._pack_entry(entry) for entry in entries]
+        batch = pack(packed, self._space, self._shape, device, logits_rows=rows)
+        if self._shape.blocks_per_seq == 1:
+            batch.host_rows = tuple(self._space.block_table(entry.seq_id)[0] for entry in packed)
+        self._feed_sampled(batch, entries)
         logits = self._joint.forward(batch)
-        lanes = _to_device([seq.lane for seq in sequences], self._next_ids.device)
-        return Forward(logits, sequences, lanes)
+        return Forward(logits, sequences, _to_device([seq.lane for seq in sequences], device))
 
     def _start(self, entry: Scheduled) -> int:
         return 0 if self._space.recompute else entry.sequence.num_computed
