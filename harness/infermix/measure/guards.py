@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from statistics import fmean
 
 from infermix.errors import UserError, nearest
 from infermix.measure import goodput
 from infermix.measure.stats import drift
 from infermix.record.record import GuardResult, Repeat, RequestSample, Verdict
-from infermix.roles.request import Request
 
 #: Engine counters of work that belongs into set-up.
 SETUP_COUNTERS = ("compiles", "autotunes", "graph_captures")
@@ -28,17 +26,15 @@ SIGNIFICANT = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """What the guards look at. `repeats` come from `measure_repeat`, `requests` are those of each repeat.
+    """What the guards look at: the repeats as `measure_repeat` made them, so a stored record is enough.
 
-    `input_tokens` is the asked range of prompt lengths (`None`: whatever the data has), `steady` whether the warm-up
-    ended in a steady rate (`None`: not judged).
+    `concurrency` is the workload's (`None`: open loop), `steady` whether the warm-up ended in a steady rate (`None`:
+    not judged).
     """
 
     repeats: Sequence[Repeat]
-    requests: Sequence[Sequence[Request]]
     concurrency: int | None = None
     device: str = "cpu"
-    input_tokens: tuple[int, int] | None = None
     steady: bool | None = None
 
     @property
@@ -105,53 +101,25 @@ def setup_in_window(evidence: Evidence, limit: float) -> GuardResult:
 
 def prefix_hits(evidence: Evidence, limit: float) -> GuardResult:
     hits = evidence.counter(PREFIX_COUNTER)
-    shareable = sum(shareable_tokens(requests) for requests in evidence.requests)
-    detail = f"{hits:g} prompt tokens came from a prefix cache; the prompts of a repeat share {shareable}"
+    shareable = sum(evidence.environment("shareable_tokens"))
+    detail = f"{hits:g} prompt tokens came from a prefix cache; the prompts of the repeats share {shareable:g}"
     return _graded("prefix_hits", max(0.0, hits - shareable), limit, limit, detail)
 
 
-def shareable_tokens(requests: Sequence[Request]) -> int:
-    """Most prompt tokens that a prefix cache could serve within one repeat."""
-    prompts = sorted(request.prompt_ids for request in requests)
-    return sum(_common_prefix(earlier, later) for earlier, later in pairwise(prompts))
-
-
-def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-
-
 def input_length(evidence: Evidence, limit: float) -> GuardResult | None:
-    """Prompts outside the asked range, or sent with another length than the request's."""
-    low, high = evidence.input_tokens or (1, 2**62)
-    wrong = total = 0
-    for repeat, requests in zip(evidence.repeats, evidence.requests, strict=True):
-        lengths = {request.request_id: len(request.prompt_ids) for request in requests}
-        for sample in repeat.requests:
-            total += 1
-            sent_whole = sample.input_tokens == lengths[sample.request_id]
-            wrong += not (sent_whole and low <= sample.input_tokens <= high)
-    if not total:
-        return None
-    detail = f"{wrong} of {total} prompts have another length than asked"
-    return _graded("input_length", wrong / total, limit, limit, detail)
+    return _lengths(evidence, "input_length", "inputs_off", "prompts", limit)
 
 
 def output_length(evidence: Evidence, limit: float) -> GuardResult | None:
-    """Requests that ignore the end of sequence must give exactly what was asked; others at most that."""
-    wrong = total = 0
-    for repeat, requests in zip(evidence.repeats, evidence.requests, strict=True):
-        asked = {request.request_id: request.sampling for request in requests}
-        for sample in repeat.requests:
-            if goodput.failed(sample):
-                continue
-            sampling, got = asked[sample.request_id], goodput.output_tokens(sample)
-            total += 1
-            exact = sampling.ignore_eos and not sampling.stop and not sampling.stop_token_ids
-            wrong += got > sampling.max_new_tokens or (exact and got != sampling.max_new_tokens)
-    if not total:
+    return _lengths(evidence, "output_length", "outputs_off", "outputs", limit)
+
+
+def _lengths(evidence: Evidence, name: str, key: str, what: str, limit: float) -> GuardResult | None:
+    wrong, total = evidence.environment(key), len(evidence.samples)
+    if not wrong or not total:
         return None
-    detail = f"{wrong} of {total} outputs have another length than asked"
-    return _graded("output_length", wrong / total, limit, limit, detail)
+    detail = f"{sum(wrong):g} of {total} {what} have another length than asked"
+    return _graded(name, sum(wrong) / total, limit, limit, detail)
 
 
 def failed_share(evidence: Evidence, limit: float) -> GuardResult | None:

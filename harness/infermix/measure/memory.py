@@ -27,7 +27,7 @@ class _Meter(Protocol):
 
 
 class MemoryMeter:
-    """Peaks of one phase at a time: `with meter.phase("setup"): ...`, then `results()`.
+    """Peaks of one phase at a time: `with meter.phase("setup"): ...`, then `figures()`.
 
     On CUDA a peak is what torch's allocator handed out; `_reserved` is what it held, `_process` what NVML shows for
     the process at the end of the phase (CUDA context and other libraries included). On the CPU it is the resident
@@ -57,7 +57,7 @@ class MemoryMeter:
                 key = f"peak_{name}{suffix}_bytes"
                 self._peaks[key] = max(value, self._peaks.get(key, 0))
 
-    def results(self) -> dict[str, float]:
+    def figures(self) -> dict[str, float]:
         """`peak_<phase>_bytes` of every finished phase, and `peak_<phase>_reserved_bytes` and so on."""
         return dict(self._peaks)
 

@@ -56,7 +56,8 @@ def t_cdf(t: float, df: float) -> float:
 
 def t_quantile(p: float, df: float) -> float:
     """The `t` with `t_cdf(t, df) == p`, to 1e-12 relative."""
-    assert 0 < p < 1 and df > 0
+    assert 0 < p < 1
+    assert df > 0
     if p < 0.5:
         return -t_quantile(1 - p, df)
     low, high = 0.0, 1.0
@@ -115,7 +116,8 @@ def abba(pairs: int) -> list[str]:
 
 def paired_ratio(a: Sequence[float], b: Sequence[float], level: float = LEVEL) -> Ratio:
     """Geometric mean of `a[i] / b[i]` with a t-interval on the logarithms. All values must be positive."""
-    assert len(a) == len(b) and len(a) > 0
+    assert len(a) == len(b)
+    assert len(a) > 0
     logs = [math.log(x) - math.log(y) for x, y in zip(a, b, strict=True)]
     interval = mean_interval(logs, level)
     if interval.low is None or interval.high is None:
@@ -146,7 +148,7 @@ def minimum_detectable_effect(standard_error: float, df: float, level: float = L
 
 
 def is_steady(rates: Sequence[float], tolerance: float = 0.05) -> bool:
-    """Whether warm-up has ended: the last two rates agree within `tolerance`, and no trend runs through the last three."""
+    """Whether warm-up has ended: the last two rates agree within `tolerance`, the last three show no trend."""
     if len(rates) < 2 or min(rates[-2:]) <= 0:
         return False
     last, before = rates[-1], rates[-2]
@@ -181,7 +183,8 @@ def drift(samples: Sequence[float]) -> Drift | None:
 
 def wilson_interval(successes: int, total: int, level: float = LEVEL) -> Interval:
     """Wilson's score interval of a share."""
-    assert 0 <= successes <= total and total > 0
+    assert 0 <= successes <= total
+    assert total > 0
     z = NormalDist().inv_cdf((1 + level) / 2)
     share = successes / total
     scale = 1 + z * z / total
