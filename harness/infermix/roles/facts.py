@@ -20,7 +20,8 @@ class ResolvedSource:
     """A model source found on disk (or in the hub's cache): what the facts reader and every engine load from.
 
     `directory` holds config, tokenizer and safetensors files (for a GGUF: its parent); `file` is the `.gguf` file.
-    `config` is the `config.json` content with the experiment's overrides applied (empty for a GGUF).
+    `config` is the `config.json` content with the experiment's overrides applied (empty for a GGUF). `repo_id` is the
+    Hugging Face id of a hub model, whose weights may not be on disk yet (`cost.source.fetch_weights`).
     """
 
     label: str
@@ -30,6 +31,7 @@ class ResolvedSource:
     config: Mapping[str, Any] = field(default_factory=dict)
     revision: str | None = None
     trust_remote_code: bool = False
+    repo_id: str | None = None
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,231 @@
+"""Model facts from `config.json`, safetensors and GGUF headers. Opens no tensor, imports no torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from infermix.cost.architectures import (
+    ARCHITECTURES,
+    experts_per_token,
+    missing_keys,
+    model_tensors,
+    normalised,
+    num_experts,
+)
+from infermix.cost.config_probe import probe_config
+from infermix.cost.gguf_config import MODEL_TYPES, NOT_PARAMETERS, gguf_config
+from infermix.cost.gguf_header import read_gguf_header
+from infermix.cost.layers import layers_of, probed_layers
+from infermix.cost.safetensors_header import checkpoint_files, read_safetensors_header
+from infermix.cost.tensors import Inventory, TensorInfo, inventory
+from infermix.errors import UserError, nearest
+from infermix.roles.facts import DTYPE_BYTES, LayerFacts, ModelFacts, ResolvedSource
+from infermix.roles.families import check_family, family_note
+
+#: Families that pass a `softcap` to attention when the config has one.
+_SOFTCAPPED = frozenset({"gemma2", "vaultgemma"})
+#: The default where neither the experiment nor the checkpoint names a dtype.
+_DEFAULT_DTYPE = "float32"
+
+
+@dataclass(frozen=True)
+class _Described:
+    """A model as far as its config and weights describe it."""
+
+    config: Mapping[str, Any]
+    architecture: str
+    layers: tuple[LayerFacts, ...]
+    weights: Inventory
+    features: frozenset[str] = frozenset()
+    notes: tuple[str, ...] = ()
+
+
+def read_model_facts(source: ResolvedSource, *, dtype: str = "auto", dummy: bool = False) -> ModelFacts:
+    """Facts of a resolved source. `dtype` "auto" is the checkpoint's own (float32 for a GGUF).
+
+    Raises `UserError` for a config that no family explains, an unknown dtype, or a broken weights file.
+    """
+    if source.kind == "gguf":
+        return _gguf_facts(source, dtype)
+    config = source.config
+    refusal = _refusal(config)
+    files = () if source.kind == "dummy" else checkpoint_files(source.directory)
+    header = read_safetensors_header(files) if files else None
+    described = _describe(source, config, header.tensors if header else (), refusal)
+    if header is not None:
+        described = _checked(described, header.tensors)
+    is_dummy = dummy or source.kind == "dummy"
+    return _facts(source, described, dtype, refusal, header.digest if header else "", is_dummy)
+
+
+def checkpoint_dtype(config: Mapping[str, Any]) -> str:
+    """The dtype a `config.json` names, float32 where it names none."""
+    name = config.get("dtype") or config.get("torch_dtype") or _text(config).get("dtype") or _DEFAULT_DTYPE
+    return str(name).removeprefix("torch.")
+
+
+def _gguf_facts(source: ResolvedSource, dtype: str) -> ModelFacts:
+    assert source.file is not None
+    header = read_gguf_header(source.file)
+    config = gguf_config(header)
+    tensors = [tensor for tensor in header.tensors if tensor.name not in NOT_PARAMETERS]
+    refusal = _refusal(config)
+    if header.architecture not in MODEL_TYPES:
+        refusal = f"GGUF files of architecture {header.architecture!r} are not read"
+    described = _describe(source, config, tensors, refusal)
+    described = _checked(described, tensors)
+    return _facts(source, described, _DEFAULT_DTYPE if dtype == "auto" else dtype, refusal, header.digest, False)
+
+
+def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The text model's config inside a wrapping one."""
+    inner = config.get("text_config")
+    return inner if isinstance(inner, Mapping) else config
+
+
+def _refusal(config: Mapping[str, Any]) -> str | None:
+    text = _text(config)
+    reason = check_family(str(config.get("model_type", "")), config)
+    if reason is None and text is not config:
+        reason = check_family(str(text.get("model_type", config.get("model_type", ""))), text)
+    return reason
+
+
+def _describe(
+    source: ResolvedSource, config: Mapping[str, Any], tensors: Iterable[TensorInfo], refusal: str | None
+) -> _Described:
+    model_type = config.get("model_type")
+    if not model_type:
+        raise UserError("config has no model_type", where=source.label)
+    if model_type in ARCHITECTURES and not missing_keys(config):
+        return _from_config(config, source)
+    try:
+        return _from_probe(config, source)
+    except UserError:
+        if refusal is None:
+            raise
+        return _bare(config, tensors)
+
+
+def _from_config(config: Mapping[str, Any], source: ResolvedSource) -> _Described:
+    full = normalised(config)
+    try:
+        weights = inventory(
+            model_tensors(full), experts_per_token=experts_per_token(full), num_experts=num_experts(full)
+        )
+        layers = layers_of(full)
+    except (TypeError, ValueError, KeyError, IndexError, ZeroDivisionError) as error:
+        raise UserError(
+            f"config does not describe a {full['model_type']} model: {error}", where=source.label
+        ) from None
+    return _Described(full, _architecture(full), layers, weights, _features(full, layers, ()))
+
+
+def _from_probe(config: Mapping[str, Any], source: ResolvedSource) -> _Described:
+    probe = probe_config(
+        config,
+        where=source.label,
+        directory=str(source.directory),
+        trust_remote_code=source.trust_remote_code,
+    )
+    full = normalised({**probe.config, "model_type": probe.config.get("model_type", config["model_type"])})
+    if full["model_type"] in ARCHITECTURES:
+        layers = layers_of(full)
+    else:
+        layers = probed_layers(full, probe.attention)
+    weights = inventory(
+        probe.tensors,
+        experts_per_token=experts_per_token(full),
+        num_experts=num_experts(full),
+        transposed=full["model_type"] == "gpt2",
+    )
+    return _Described(full, probe.architecture, layers, weights, _features(full, layers, probe.attention))
+
+
+def _bare(config: Mapping[str, Any], tensors: Iterable[TensorInfo]) -> _Described:
+    """What can be said of a refused model that transformers does not build as a decoder."""
+    full = normalised(_text(config))
+    note = "only the sizes of the weights are known"
+    return _Described(full, _architecture(config), (), inventory(tensors), notes=(note,))
+
+
+def _architecture(config: Mapping[str, Any]) -> str:
+    names = config.get("architectures")
+    return str(names[0]) if names else str(config["model_type"])
+
+
+def _features(
+    config: Mapping[str, Any], layers: tuple[LayerFacts, ...], modules: tuple[Mapping[str, Any], ...]
+) -> frozenset[str]:
+    features = set()
+    if any(layer.window is not None for layer in layers):
+        features.add("attn:sliding_window")
+    softcap = config["model_type"] in _SOFTCAPPED and config.get("attn_logit_softcapping")
+    if softcap or any(module["softcap"] for module in modules):
+        features.add("attn:softcap")
+    if config["model_type"] == "gpt_oss" or any(module["sinks"] for module in modules):
+        features.add("attn:sinks")
+    return frozenset(features)
+
+
+def _checked(described: _Described, tensors: Iterable[TensorInfo]) -> _Described:
+    """Compare with the file: its own sum wins for tensors the family does not explain, and a note says so."""
+    listed = sum(t.num_elements for t in tensors if not (described.weights.tied and t.name == "lm_head.weight"))
+    expected = described.weights.num_parameters
+    if listed == expected or described.config.get("quantization_config"):
+        return described
+    note = f"the file lists {listed:,} values, the model has {expected:,} parameters"
+    return replace(described, notes=(*described.notes, note))
+
+
+def _facts(
+    source: ResolvedSource,
+    described: _Described,
+    dtype: str,
+    refusal: str | None,
+    weights_digest: str,
+    dummy: bool,
+) -> ModelFacts:
+    config = described.config
+    chosen = checkpoint_dtype(source.config) if dtype == "auto" else dtype
+    if chosen not in DTYPE_BYTES:
+        raise UserError(f"unknown dtype {chosen!r}", where=source.label, hint=nearest(chosen, DTYPE_BYTES))
+    note = None if refusal else family_note(str(config["model_type"]))
+    return ModelFacts(
+        source=source.label,
+        model_type=str(config["model_type"]),
+        architecture=described.architecture,
+        dtype=chosen,
+        vocab_size=int(config.get("vocab_size") or 0),
+        hidden_size=int(config.get("hidden_size") or 0),
+        max_position_embeddings=_positions(config),
+        layers=described.layers,
+        matrices=described.weights.matrices,
+        other_parameters=described.weights.other_parameters,
+        tied_embeddings=described.weights.tied,
+        dummy_weights=dummy,
+        features=described.features,
+        refusal=refusal,
+        digest=_digest(source.config or config, weights_digest, dummy),
+        notes=(*described.notes, *((note,) if note else ())),
+    )
+
+
+def _positions(config: Mapping[str, Any]) -> int:
+    """The longest sequence that the config allows; models without a limit get 2**20."""
+    for key in ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length"):
+        if config.get(key):
+            return int(config[key])
+    return 1 << 20
+
+
+def _digest(config: Mapping[str, Any], weights_digest: str, dummy: bool) -> str:
+    # bookkeeping that does not change the model
+    ignored = {"_name_or_path", "transformers_version", "_source"}
+    content = {key: value for key, value in config.items() if key not in ignored}
+    text = json.dumps([content, weights_digest, dummy], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
