@@ -86,7 +86,10 @@ def test_the_most_likely_token_always_survives() -> None:
 
 def test_draw_never_picks_a_token_without_probability() -> None:
     probabilities = torch.tensor([[0.0, 0.5, 0.0, 0.5, 0.0]], dtype=torch.float64)
-    picked = {int(draw(probabilities, torch.tensor([[u]], dtype=torch.float64))) for u in (1e-12, 0.49, 0.5, 0.51, 1 - 1e-12)}
+    picked = {
+        int(draw(probabilities, torch.tensor([[u]], dtype=torch.float64)))
+        for u in (1e-12, 0.49, 0.5, 0.51, 1 - 1e-12)
+    }
     assert picked == {1, 3}
 
 
