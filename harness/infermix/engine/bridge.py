@@ -72,7 +72,6 @@ class Joint:
     def __init__(self, model: Any, groups: tuple[KVGroup, ...] | None = None) -> None:
         self.model = model
         self.device: torch.device = model.device
-        self.dtype: torch.dtype = model.dtype
         self._takes_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._previous: str = model.config._attn_implementation
         self._context = ForwardContext()

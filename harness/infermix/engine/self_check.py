@@ -17,7 +17,7 @@ from infermix.errors import Unsupported
 from infermix.roles.kv_space import KVBudget
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from infermix.engine.bridge import Joint
     from infermix.roles.attention import AttentionBackend
@@ -45,11 +45,13 @@ class Piece(NamedTuple):
 
 
 def self_check(
+    model: nn.Module,
     joint: Joint,
     attention: AttentionBackend,
     layout: KVLayout,
     *,
-    vocab_size: int,
+    device: torch.device,
+    dtype: torch.dtype,
     seed: int = 0,
     lengths: Sequence[int] = LENGTHS,
 ) -> dict[str, Any]:
@@ -61,28 +63,27 @@ def self_check(
     windows = [group.window for group in joint.groups if group.window is not None]
     crossed = [window for window in windows if window <= MAX_CROSSED_WINDOW]
     lengths = [*lengths, *(window + 5 for window in crossed if window + 5 > max(lengths))]
-    sequences = random_sequences(lengths, vocab_size, seed)
-    packed = packed_logits(joint, attention, layout, sequences, kept_rows=_KEPT_ROWS)
+    sequences = random_sequences(lengths, _vocab_size(model), seed)
+    packed = packed_logits(joint, attention, layout, sequences, device=device, dtype=dtype, kept_rows=_KEPT_ROWS)
     full = [full_logits(joint, ids, _KEPT_ROWS) for ids in sequences]
     error, worst = relative_error(packed, full)
-    dtype = joint.dtype
     tolerance = dtype_tolerance(dtype, len(joint.layers))
-    report = {
+    dtype_name = str(dtype).removeprefix("torch.")
+    if not error <= tolerance:
+        raise Unsupported(
+            f"self-check failed: packed logits differ from transformers' own full forward by {error:.2e} "
+            f"(relative, {dtype_name}; rounding explains {tolerance:.1e})"
+        )
+    return {
         "relative_error": error,
         "worst_row_error": worst,
         "tolerance": tolerance,
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": dtype_name,
         "num_sequences": len(lengths),
         "num_tokens": sum(lengths),
         "windows_crossed": len(crossed) == len(windows),
         "reference": "transformers eager full forward",
     }
-    if not error <= tolerance:
-        raise Unsupported(
-            f"self-check failed: packed logits differ from transformers' own full forward by {error:.2e} "
-            f"(relative, {report['dtype']}, at most {tolerance:.0e} is rounding)"
-        )
-    return report
 
 
 def dtype_tolerance(dtype: torch.dtype, num_layers: int) -> float:
@@ -94,6 +95,10 @@ def dtype_tolerance(dtype: torch.dtype, num_layers: int) -> float:
     if dtype in (torch.float32, torch.float64):
         return _FLOAT32_TOLERANCE
     return 4 * torch.finfo(dtype).eps * max(num_layers, 1) ** 0.5
+
+
+def _vocab_size(model: Any) -> int:
+    return int(model.get_input_embeddings().num_embeddings)
 
 
 def random_sequences(lengths: Sequence[int], vocab_size: int, seed: int) -> list[list[int]]:
@@ -123,16 +128,17 @@ def packed_logits(
     layout: KVLayout,
     sequences: Sequence[Sequence[int]],
     *,
+    device: torch.device,
+    dtype: torch.dtype,
     kept_rows: int,
     chunk: int = CHUNK,
     num_decode: int = NUM_DECODE,
 ) -> list[Tensor]:
     """Logits of the last `kept_rows` tokens of each sequence, `[min(T, kept_rows), V]` fp32 on the CPU."""
     lengths = [len(ids) for ids in sequences]
-    element_bytes = joint.dtype.itemsize
-    shape = layout.shape(joint.groups, KVBudget(len(lengths), max(lengths), element_bytes))
+    shape = layout.shape(joint.groups, KVBudget(len(lengths), max(lengths), dtype.itemsize))
     space = layout.space(shape)
-    joint.attach(attention, layout.store(shape, joint.device, joint.dtype))
+    joint.attach(attention, layout.store(shape, device, dtype))
     collected: list[list[Tensor]] = [[] for _ in sequences]
     try:
         for number, pieces in enumerate(steps(lengths, chunk, num_decode)):

@@ -1,0 +1,171 @@
+"""Weights and tokenizer of a resolved source, on the device, in the dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from infermix.cost.safetensors_header import checkpoint_files, read_safetensors_header
+from infermix.engine.hf_cache import converted_gguf
+from infermix.engine.tokenizer import HfTokenizer, as_ids, read_tokenizer
+from infermix.errors import OutOfMemory, UserError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from infermix.roles.facts import ModelFacts, ResolvedSource
+
+Progress = Callable[[str, float], None]
+
+
+def _silent(phase: str, fraction: float) -> None:
+    """No progress wanted."""
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A causal LM in eval mode; `notes` are findings of the load that a record should show."""
+
+    model: nn.Module
+    eos_token_ids: tuple[int, ...]
+    notes: tuple[str, ...] = ()
+
+
+def load_tokenizer(source: ResolvedSource, progress: Progress = _silent) -> HfTokenizer | None:
+    """The source's tokenizer; `None` when it has none. Raises `UserError` for a broken one."""
+    if source.kind == "gguf":
+        return read_tokenizer(_gguf_directory(source, progress), source.label, False)
+    return read_tokenizer(source.directory, source.label, source.trust_remote_code)
+
+
+def load_model(
+    source: ResolvedSource,
+    facts: ModelFacts,
+    *,
+    dtype: str,
+    device: str,
+    load_arguments: Mapping[str, Any] | None = None,
+    seed: int = 0,
+    progress: Progress = _silent,
+) -> LoadedModel:
+    """Load (or, for dummy weights, draw) the model.
+
+    `load_arguments` go to `from_pretrained` as they are (load-time quantizers). Raises `UserError` for files that are
+    missing, truncated or do not fit the architecture, `OutOfMemory` when the device is too small.
+    """
+    torch_dtype = getattr(torch, dtype)
+    try:
+        if source.kind == "dummy":
+            return _draw(source, torch_dtype, torch.device(device), seed)
+        directory = _gguf_directory(source, progress) if source.kind == "gguf" else source.directory
+        return _read(source, directory, torch_dtype, torch.device(device), load_arguments or {})
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemory(f"{source.label} in {dtype} does not fit on {device}: {error}") from error
+
+
+def _gguf_directory(source: ResolvedSource, progress: Progress) -> Path:
+    assert source.file is not None
+    return converted_gguf(source.file, progress)
+
+
+def _draw(source: ResolvedSource, dtype: torch.dtype, device: torch.device, seed: int) -> LoadedModel:
+    """Random weights by the architecture's own initialisation, made on the device."""
+    from transformers import AutoModelForCausalLM
+
+    config = _config(source, source.directory)
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices), torch.device(device):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation="eager", trust_remote_code=source.trust_remote_code
+        )
+    return LoadedModel(model.eval().requires_grad_(False), as_ids(config.get_text_config().eos_token_id))
+
+
+def _read(
+    source: ResolvedSource,
+    directory: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    load_arguments: Mapping[str, Any],
+) -> LoadedModel:
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM
+
+    files = checkpoint_files(directory)
+    if not files:
+        raise UserError("holds no .safetensors file", where=str(directory), hint=_pickled_hint(directory))
+    read_safetensors_header(files)
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            directory,
+            config=_config(source, directory),
+            dtype=dtype,
+            use_safetensors=True,
+            attn_implementation="eager",
+            trust_remote_code=source.trust_remote_code,
+            local_files_only=True,
+            output_loading_info=True,
+            **load_arguments,
+        )
+    except (SafetensorError, OSError, ValueError, ImportError) as error:
+        raise UserError(f"cannot be loaded: {error}", where=str(directory)) from error
+    model, found = loaded
+    notes = _check_complete(directory, found)
+    model = model.to(device).eval().requires_grad_(False)
+    return LoadedModel(model, _eos_ids(model, source), notes)
+
+
+def _config(source: ResolvedSource, directory: Path) -> Any:
+    """The config with the experiment's overrides. Raises `UserError` when transformers does not know it."""
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    try:
+        if not source.config:
+            return AutoConfig.from_pretrained(directory, trust_remote_code=source.trust_remote_code)
+        if source.trust_remote_code and "auto_map" in source.config:
+            overrides = {key: value for key, value in source.config.items() if key not in ("auto_map", "model_type")}
+            return AutoConfig.from_pretrained(directory, trust_remote_code=True, **overrides)
+        return CONFIG_MAPPING[source.config["model_type"]].from_dict(dict(source.config))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"not a config that transformers understands: {error}", where=str(directory)) from error
+
+
+def _check_complete(directory: Path, found: Any) -> tuple[str, ...]:
+    """transformers draws missing weights at random and goes on; here that is an error."""
+    missing = sorted(found["missing_keys"])
+    if missing:
+        raise UserError(
+            f"{len(missing)} weights of the architecture are not in the files: {_first(missing)}",
+            where=str(directory),
+            hint="the config belongs to another checkpoint, or a file is missing",
+        )
+    if found["mismatched_keys"]:
+        names = sorted(str(entry[0]) for entry in found["mismatched_keys"])
+        raise UserError(f"weights have other shapes than config.json says: {_first(names)}", where=str(directory))
+    unused = sorted(found["unexpected_keys"])
+    return (f"{len(unused)} tensors of the files are not used: {_first(unused)}",) if unused else ()
+
+
+def _first(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+
+
+def _pickled_hint(directory: Path) -> str | None:
+    pickled = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in directory.glob(pattern))
+    return f"{pickled[0]} is a pickle, which is not loaded: convert it to safetensors" if pickled else None
+
+
+def _eos_ids(model: Any, source: ResolvedSource) -> tuple[int, ...]:
+    """Every id that ends a text: generation config, config, then tokenizer."""
+    generation = getattr(model, "generation_config", None)
+    candidates = (
+        as_ids(getattr(generation, "eos_token_id", None)),
+        as_ids(model.config.get_text_config().eos_token_id),
+        getattr(load_tokenizer(source), "eos_token_ids", ()),
+    )
+    return tuple(dict.fromkeys(token for ids in candidates for token in ids))
