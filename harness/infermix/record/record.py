@@ -91,7 +91,9 @@ class Summary(msgspec.Struct, kw_only=True):
 
     `experiment` is the resolved experiment as plain data, without its sweep. `track` groups comparable rows
     (see `record.track`). `model` holds at least `digest` (of the configuration, whatever the dtype) and
-    `label`; `environment` is what `capture_environment` returned.
+    `label`; `environment` is what `capture_environment` returned. `paired` is set when the cell was interleaved
+    with its baseline (`measure.interleave`): `mode` (`alternating` or `by process`, or `none` with a `reason`),
+    `order`, `baseline` (run id), `baseline_samples` (metric -> one value per repeat) and `ratios`.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -120,6 +122,7 @@ class Summary(msgspec.Struct, kw_only=True):
     self_check: dict[str, Any] = {}
     environment: dict[str, Any] = {}
     counters: dict[str, float] = {}
+    paired: dict[str, Any] = {}
     complete: bool = False
 
     @property
