@@ -54,7 +54,9 @@ class Measure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     repeats: Annotated[int, Meta(ge=1, description="measured repeats of the workload")] = 3
     warmup: Annotated[int, Meta(ge=0, description="unmeasured repeats before; more are added until steady")] = 1
     max_warmup: Annotated[int, Meta(ge=0, description="most unmeasured repeats while waiting for a steady rate")] = 3
-    time_limit_s: Annotated[float, Meta(gt=0, description="wall clock for one cell, set-up included", extra={"unit": "s"})] = 600.0
+    time_limit_s: Annotated[
+        float, Meta(gt=0, description="wall clock for one cell, set-up included", extra={"unit": "s"})
+    ] = 600.0
     goodput: dict[str, Annotated[float, Meta(gt=0)]] = {}
     gates: dict[str, float] = {}
     guards: dict[str, float] = {}
