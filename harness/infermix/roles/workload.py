@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from infermix.roles.request import Request
 
 
-class WorkloadOptions(Options):
+class WorkloadOptions(Options, frozen=True, kw_only=True):
     """Base of workload options: what `plan` may ask without drawing a request."""
 
     def max_request_tokens(self) -> int | None:
