@@ -1,0 +1,98 @@
+"""Short names for what a row mixes: a part with the options that tell it from the other rows of its table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from infermix.record.record import PartRecord, Summary
+from infermix.roles.component import PART_ROLES, Role
+
+#: Columns that say what a row mixes, in order. `settings` holds swept values that are no part.
+MIX_COLUMNS = (*(role.value for role in PART_ROLES), Role.ENGINE.value, "dtype", "settings")
+ABSENT = "-"
+
+
+def mixes(records: Sequence[Summary]) -> list[dict[str, str]]:
+    """Per record: mix column -> label. A part's options appear where rows of the same part differ in them."""
+    varying = _varying_options(records)
+    return [_mix(record, varying) for record in records]
+
+
+def with_options(name: str, options: Mapping[str, Any]) -> str:
+    """`paged(block_size=16)`; the bare name without options."""
+    if not options:
+        return name
+    return f"{name}({', '.join(f'{key}={_short(value)}' for key, value in sorted(options.items()))})"
+
+
+def notes(record: Summary) -> list[str]:
+    """What a reader must know about a row: declared adapters, and parts that change the outputs."""
+    found = [f"{role} via {adapter}" for role, part in _parts(record) for adapter in _adapters(part)]
+    lossy = [role for role, part in _parts(record) if not part.lossless]
+    if lossy:
+        found.append(f"lossy: {', '.join(lossy)}")
+    return found
+
+
+def concerns(record: Summary) -> list[str]:
+    """One sentence per guard that is not green, the red ones first."""
+    guards = [guard for guard in record.guards if guard.verdict != "green"]
+    guards.sort(key=lambda guard: guard.verdict != "red")
+    return [f"{guard.verdict}: {guard.name}" + (f" ({guard.detail})" if guard.detail else "") for guard in guards]
+
+
+def _mix(record: Summary, varying: Mapping[tuple[str, str], frozenset[str]]) -> dict[str, str]:
+    labels = dict.fromkeys(MIX_COLUMNS, ABSENT)
+    for role, part in _parts(record):
+        keys = varying.get((role, part.name), frozenset())
+        labels[role] = with_options(part.name, {k: v for k, v in part.options.items() if k in keys})
+    labels["dtype"] = record.dtype or ABSENT
+    labels["settings"] = _settings(record.overrides)
+    return labels
+
+
+def _parts(record: Summary) -> Iterable[tuple[str, PartRecord]]:
+    yield from ((role.value, record.parts[role.value]) for role in PART_ROLES if role.value in record.parts)
+    if record.engine is not None:
+        yield Role.ENGINE.value, record.engine
+
+
+def _varying_options(records: Sequence[Summary]) -> dict[tuple[str, str], frozenset[str]]:
+    seen: dict[tuple[str, str], dict[str, set[bytes]]] = {}
+    counts: dict[tuple[str, str], int] = {}
+    for record in records:
+        for role, part in _parts(record):
+            counts[role, part.name] = counts.get((role, part.name), 0) + 1
+            options = seen.setdefault((role, part.name), {})
+            for key, value in part.options.items():
+                options.setdefault(key, set()).add(msgspec.json.encode(value, order="deterministic"))
+    return {
+        place: frozenset(key for key, values in options.items() if len(values) > 1)
+        for place, options in seen.items()
+        if counts[place] > 1
+    }
+
+
+def _adapters(part: PartRecord) -> list[str]:
+    return sorted({str(adapter) for adapter in part.via.values()})
+
+
+def _settings(overrides: Mapping[str, Any]) -> str:
+    """Swept values beside parts, engine and dtype, which have columns of their own."""
+    shown = {
+        path: value
+        for path, value in overrides.items()
+        if path.partition(".")[0] not in ("parts", "engine", "dtype", "name")
+    }
+    return ", ".join(f"{path}={_short(value)}" for path, value in sorted(shown.items())) or ABSENT
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, str | int) or value is None:
+        return str(value).lower() if isinstance(value, bool) else str(value)
+    return msgspec.json.encode(value, order="deterministic").decode()
