@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from infermix.roles.facts import MachineFacts, ModelFacts
 
 
-class PagedOptions(Options):
+class PagedOptions(Options, frozen=True):
     block_size: Annotated[int, Meta(ge=1, le=4096, description="tokens in one block", extra={"unit": "tokens"})] = 16
 
 
-class RtnOptions(Options):
+class RtnOptions(Options, frozen=True):
     bits: Annotated[Literal[8, 4], Meta(description="bits of a stored weight", extra={"unit": "bits"})] = 8
     granularity: Annotated[
         Literal["tensor", "channel", "group"],
@@ -35,11 +35,11 @@ class RtnOptions(Options):
     ] = ("*lm_head", "*embed_out", "*output_projection")
 
 
-class StaticOptions(Options):
+class StaticOptions(Options, frozen=True):
     batch_size: Annotated[int, Meta(ge=1, description="requests that start together", extra={"unit": "requests"})] = 8
 
 
-class ContinuousOptions(Options):
+class ContinuousOptions(Options, frozen=True):
     max_num_seqs: Annotated[
         int, Meta(ge=1, description="most requests running at once", extra={"unit": "requests"})
     ] = 256

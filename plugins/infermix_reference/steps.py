@@ -108,14 +108,15 @@ def read_batched(view: View, batch: Batch, layer: LayerSpec, rows: int, capacity
     last token there instead; a dense view is read through a mask. Rows without context are unspecified.
     """
     if isinstance(view, PagedView):
-        key = ("slots", layer.group, rows, capacity)
-        slots = once_per_forward(batch, layer, key, lambda: _slots(view, batch, rows, capacity))
+        slots = once_per_forward(
+            batch, layer, ("slots", layer.group, rows, capacity), lambda: _slots(view, batch, rows, capacity)
+        )
         return _take(view.keys, slots, rows), _take(view.values, slots, rows)
     assert isinstance(view, DenseView)
     if capacity > view.keys.shape[1]:
         capacity = view.keys.shape[1]
-    key = ("unwritten", rows, capacity)
-    unwritten = once_per_forward(batch, layer, key, lambda: _unwritten(batch, rows, capacity))
+    masked = ("unwritten", rows, capacity)
+    unwritten = once_per_forward(batch, layer, masked, lambda: _unwritten(batch, rows, capacity))
     keys, values = view.keys[:rows, :capacity], view.values[:rows, :capacity]
     return keys.masked_fill(unwritten, 0), values.masked_fill(unwritten, 0)
 
