@@ -133,7 +133,9 @@ def _quantize(build: Assembly, loaded: LoadedModel) -> None:
 def _pack_linears(build: Assembly, loaded: LoadedModel) -> None:
     from infermix.engine.packed_linears import pack_linears
 
-    build.report.executed["engine"] = {"packed_linears": pack_linears(loaded.model)}
+    packed = pack_linears(loaded.model)
+    build.report.executed["engine"] = {"packed_linears": packed}
+    build.report.weight_bytes = _weight_bytes(loaded.model) + packed["packed_bytes"]
 
 
 def _size_kv(build: Assembly, layout: KVLayout, joint: Joint) -> KVShape:
