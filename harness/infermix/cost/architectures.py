@@ -136,7 +136,7 @@ _ALIASES = {
 
 
 def normalised(config: Config) -> dict[str, Any]:
-    """The config with common key names, and `head_dim`, `num_key_value_heads` filled where the head count fixes them."""
+    """The config with common key names; `head_dim` and `num_key_value_heads` filled where the heads fix them."""
     full = dict(config)
     for name, alias in _ALIASES.items():
         if full.get(name) is None and full.get(alias) is not None:

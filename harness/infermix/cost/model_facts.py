@@ -133,10 +133,8 @@ def _from_probe(config: Mapping[str, Any], source: ResolvedSource) -> _Described
         trust_remote_code=source.trust_remote_code,
     )
     full = normalised({**probe.config, "model_type": probe.config.get("model_type", config["model_type"])})
-    if full["model_type"] in ARCHITECTURES:
-        layers = layers_of(full)
-    else:
-        layers = probed_layers(full, probe.attention)
+    known = full["model_type"] in ARCHITECTURES
+    layers = layers_of(full) if known else probed_layers(full, probe.attention)
     weights = inventory(
         probe.tensors,
         experts_per_token=experts_per_token(full),

@@ -10,11 +10,71 @@ from infermix.spec.experiment import ModelSource
 
 #: Keys that decide the shape of some weight; replacing one under real weights cannot work.
 SHAPE_KEYS = frozenset(
-    ["attention_bias", "decoder_sparse_step", "first_k_dense_replace", "head_dim", "hidden_size", "intermediate_size", "kv_lora_rank", "mlp_bias", "mlp_only_layers", "model_type", "moe_intermediate_size", "n_embd", "n_head", "n_inner", "n_layer", "n_positions", "n_routed_experts", "n_shared_experts", "num_attention_heads", "num_experts", "num_hidden_layers", "num_key_value_heads", "num_local_experts", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "qkv_bias", "shared_expert_intermediate_size", "tie_word_embeddings", "use_bias", "v_head_dim", "vocab_size"]
+    [
+        "attention_bias",
+        "decoder_sparse_step",
+        "first_k_dense_replace",
+        "head_dim",
+        "hidden_size",
+        "intermediate_size",
+        "kv_lora_rank",
+        "mlp_bias",
+        "mlp_only_layers",
+        "model_type",
+        "moe_intermediate_size",
+        "n_embd",
+        "n_head",
+        "n_inner",
+        "n_layer",
+        "n_positions",
+        "n_routed_experts",
+        "n_shared_experts",
+        "num_attention_heads",
+        "num_experts",
+        "num_hidden_layers",
+        "num_key_value_heads",
+        "num_local_experts",
+        "q_lora_rank",
+        "qk_nope_head_dim",
+        "qk_rope_head_dim",
+        "qkv_bias",
+        "shared_expert_intermediate_size",
+        "tie_word_embeddings",
+        "use_bias",
+        "v_head_dim",
+        "vocab_size",
+    ]
 )
 #: Other keys that may be set although a `config.json` leaves them out.
 OTHER_KEYS = frozenset(
-    ["attn_logit_softcapping", "bos_token_id", "eos_token_id", "final_logit_softcapping", "hidden_act", "layer_types", "max_position_embeddings", "max_window_layers", "n_group", "norm_topk_prob", "num_experts_per_tok", "num_experts_per_token", "original_max_position_embeddings", "pad_token_id", "partial_rotary_factor", "query_pre_attn_scalar", "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta", "routed_scaling_factor", "sliding_window", "sliding_window_pattern", "topk_group", "topk_method", "use_sliding_window"]
+    [
+        "attn_logit_softcapping",
+        "bos_token_id",
+        "eos_token_id",
+        "final_logit_softcapping",
+        "hidden_act",
+        "layer_types",
+        "max_position_embeddings",
+        "max_window_layers",
+        "n_group",
+        "norm_topk_prob",
+        "num_experts_per_tok",
+        "num_experts_per_token",
+        "original_max_position_embeddings",
+        "pad_token_id",
+        "partial_rotary_factor",
+        "query_pre_attn_scalar",
+        "rms_norm_eps",
+        "rope_parameters",
+        "rope_scaling",
+        "rope_theta",
+        "routed_scaling_factor",
+        "sliding_window",
+        "sliding_window_pattern",
+        "topk_group",
+        "topk_method",
+        "use_sliding_window",
+    ]
 )
 
 
