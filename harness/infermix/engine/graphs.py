@@ -168,8 +168,11 @@ class StepBuffers:
 
 @dataclass(slots=True)
 class CapturedStep:
+    """A graph and every tensor that it reads or writes by address: `batch` must live as long as the graph."""
+
     graph: torch.cuda.CUDAGraph
     buffers: StepBuffers
+    batch: Batch
     logits: Tensor
 
 
@@ -229,7 +232,7 @@ class StepGraphs:
         with torch.cuda.graph(graph, pool=self._pool):
             logits = self._step(buffers, batch)
         self._pool = self._pool or graph.pool()
-        return CapturedStep(graph, buffers, logits)
+        return CapturedStep(graph, buffers, batch, logits)
 
     def _step(self, buffers: StepBuffers, batch: Batch) -> Tensor:
         host_ids = buffers.device["host_ids"]
