@@ -31,10 +31,10 @@ class Report:
 
     def __init__(self, locate: Locate = nowhere) -> None:
         self.errors: list[UserError] = []
-        self._locate = locate
+        self.locate = locate
 
     def add(self, path: KeyPath, message: str, hint: str | None = None, *, key: bool = False) -> None:
-        where = self._locate(path, key=key)
+        where = self.locate(path, key=key)
         self.errors.append(UserError(message, where=where, key=dotted(path) or None, hint=hint))
 
     def raise_any(self) -> None:

@@ -1,0 +1,265 @@
+"""From cells to plans: names become components, options are validated, and every mix gets its verdict.
+
+What the user wrote wrongly (an unknown name, a bad option, a missing model) is an error of the experiment. A mix that
+cannot run is a verdict of its cell, with one sentence per reason. Nothing is run and no torch is imported.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+
+from infermix.cost.machine import machine_facts
+from infermix.cost.memory import MemoryPrediction
+from infermix.cost.model_facts import read_model_facts
+from infermix.cost.source import resolve_source
+from infermix.errors import UserError, UserErrors
+from infermix.features import match
+from infermix.fitting import Fitter
+from infermix.plugins import Catalogue
+from infermix.roles.component import PART_ROLES, Choice, Role
+from infermix.roles.facts import MachineFacts, ModelFacts, ResolvedSource
+from infermix.spec.experiment import DEFAULT_PARTS, Cell, ModelSource, Use
+from infermix.spec.load import Sweep
+from infermix.spec.validate import Locate, Report, check_struct, nowhere
+from infermix.spec.yaml_marks import KeyPath
+
+
+@dataclass(frozen=True, kw_only=True)
+class CellPlan:
+    """One cell with its verdict. `reasons` say why it does not run; `adapters` map feature -> adapter.
+
+    `parts` are those that the engine hosts. `facts.dtype` equals `dtype`, never "auto". `max_model_len` (tokens) and
+    `max_num_seqs` are what the memory prediction assumes.
+    """
+
+    cell: Cell
+    runs: bool
+    reasons: tuple[str, ...]
+    adapters: Mapping[str, str]
+    engine: Choice
+    workload: Choice
+    parts: Mapping[Role, Choice]
+    evaluators: tuple[Choice, ...]
+    source: ResolvedSource | None
+    facts: ModelFacts | None
+    machine: MachineFacts
+    device: str
+    dtype: str
+    memory: MemoryPrediction | None
+    time_limit_s: float
+    max_model_len: int = 0
+    max_num_seqs: int = 0
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """The components of one cell. `explicit` are the parts that the experiment names."""
+
+    engine: Choice
+    workload: Choice
+    explicit: Mapping[Role, Choice]
+    parts: Mapping[Role, Choice]
+    evaluators: tuple[Choice, ...]
+
+
+def compose(cells: Iterable[Cell], catalogue: Catalogue, *, machine: MachineFacts | None = None) -> list[CellPlan]:
+    """A plan per cell, in order. `machine` stands in for the machine at hand.
+
+    Raises `UserErrors` for everything that is wrongly written, with file and line when `cells` is a `Sweep`.
+    """
+    chooser = _Chooser(catalogue)
+    planner = _Planner(machine)
+    drafts: list[tuple[Cell, _Chosen | None, Locate]] = []
+    errors: list[UserError] = []
+    for cell in cells:
+        report = Report(_locator(cells, cell))
+        drafts.append((cell, chooser.choose(cell, report), report.locate))
+        errors += report.errors
+    _raise_all(errors)
+    plans = []
+    for cell, chosen, locate in drafts:
+        assert chosen is not None
+        try:
+            plans.append(planner.plan(cell, chosen))
+        except UserError as error:
+            errors.append(_placed(error, locate))
+    _raise_all(errors)
+    return plans
+
+
+def _locator(cells: Iterable[Cell], cell: Cell) -> Locate:
+    return functools.partial(cells.locate, cell) if isinstance(cells, Sweep) else nowhere
+
+
+def _raise_all(errors: Sequence[UserError]) -> None:
+    unique = {str(error): error for error in errors}
+    if unique:
+        raise UserErrors(unique.values())
+
+
+def _placed(error: UserError, locate: Locate) -> UserError:
+    """A fault of a model source, with the line that names the model."""
+    if error.where is not None or isinstance(error, UserErrors):
+        return error
+    key = error.key or "model.source"
+    return UserError(error.message, where=locate(tuple(key.split("."))), key=key, hint=error.hint)
+
+
+class _Chooser:
+    """Looks components up and validates their options, each distinct choice once."""
+
+    def __init__(self, catalogue: Catalogue) -> None:
+        self._catalogue = catalogue
+        self._known: dict[tuple[Role, bytes], Choice] = {}
+
+    def choose(self, cell: Cell, report: Report) -> _Chosen | None:
+        experiment = cell.experiment
+        engine = self._choice(Role.ENGINE, experiment.engine, ("engine",), report)
+        workload = self._choice(Role.WORKLOAD, experiment.workload, ("workload",), report)
+        explicit = {
+            Role(role): self._choice(Role(role), use, ("parts", role), report)
+            for role, use in experiment.parts.items()
+        }
+        evaluators = [
+            self._choice(Role.EVALUATOR, use, ("quality", index), report)
+            for index, use in enumerate(experiment.quality)
+        ]
+        if engine is None or workload is None or None in explicit.values() or None in evaluators:
+            return None
+        given = {role: choice for role, choice in explicit.items() if choice is not None}
+        parts = self._hosted(engine, given, report)
+        found = tuple(choice for choice in evaluators if choice is not None)
+        return _Chosen(engine, workload, given, parts, found) if parts is not None else None
+
+    def _hosted(self, engine: Choice, given: Mapping[Role, Choice], report: Report) -> dict[Role, Choice] | None:
+        """One part for every role that the engine takes, the default where the experiment names none."""
+        parts: dict[Role, Choice] = {}
+        for role in PART_ROLES:
+            if role in engine.component.hosts:
+                default = Use(DEFAULT_PARTS[role.value])
+                choice = given.get(role) or self._choice(role, default, ("parts", role.value), report)
+                if choice is None:
+                    return None
+                parts[role] = choice
+        return parts
+
+    def _choice(self, role: Role, use: Use, path: KeyPath, report: Report) -> Choice | None:
+        key = (role, msgspec.json.encode(use))
+        if key not in self._known:
+            choice = self._validated(role, use, path, report)
+            if choice is None:
+                return None
+            self._known[key] = choice
+        return self._known[key]
+
+    def _validated(self, role: Role, use: Use, path: KeyPath, report: Report) -> Choice | None:
+        try:
+            registered = self._catalogue.find(role, use.name)
+        except UserError as error:
+            report.add((*path, "use"), error.message, self._with_failures(error.hint))
+            return None
+        options = check_struct(use.options, registered.component.options, path, report)
+        return Choice(registered, options) if options is not None else None
+
+    def _with_failures(self, hint: str | None) -> str | None:
+        broken = ", ".join(sorted(self._catalogue.errors))
+        return f"{hint or ''}; plugins that failed to load: {broken}".strip("; ") if broken else hint
+
+
+class _Planner:
+    """Judges cells; model, machine and sizes are read once per distinct source, device and layout."""
+
+    def __init__(self, machine: MachineFacts | None) -> None:
+        self._given = machine
+        self._machines: dict[str, tuple[MachineFacts, str | None]] = {}
+        self._models: dict[bytes, tuple[ResolvedSource, ModelFacts]] = {}
+        self._dtyped: dict[tuple[int, str], ModelFacts] = {}
+        self._fitter = Fitter()
+
+    def plan(self, cell: Cell, chosen: _Chosen) -> CellPlan:
+        """Raises `UserError` when the model cannot be found or read."""
+        experiment = cell.experiment
+        machine, no_device = self._machine(experiment.device)
+        source, native = self._model(experiment.model, Path(experiment.base))
+        dtype = resolve_dtype(experiment.dtype, native.dtype, source, machine.device)
+        facts = self._with_dtype(native, dtype)
+        problems = [*_unavailable(chosen), *_not_hosted(chosen), *_refused(chosen, facts)]
+        if no_device:
+            problems.append(no_device)
+        choices = {Role.ENGINE: chosen.engine, **chosen.parts, Role.WORKLOAD: chosen.workload}
+        matched = match(choices, chosen.evaluators, facts, machine)
+        parts = {role: matched.choices[role] for role in chosen.parts}
+        sizes = self._fitter.fit(experiment.limits, choices, chosen.evaluators, facts, machine)
+        reasons = tuple(dict.fromkeys([*problems, *matched.problems, *sizes.problems]))
+        return CellPlan(
+            cell=cell, runs=not reasons, reasons=reasons, adapters=matched.adapters,
+            engine=matched.choices[Role.ENGINE], workload=chosen.workload, parts=parts,
+            evaluators=chosen.evaluators, source=source, facts=facts, machine=machine, device=machine.device,
+            dtype=dtype, memory=sizes.memory, time_limit_s=experiment.measure.time_limit_s,
+            max_model_len=sizes.max_model_len, max_num_seqs=sizes.max_num_seqs,
+        )  # fmt: skip
+
+    def _machine(self, device: str) -> tuple[MachineFacts, str | None]:
+        """The machine, and why the cell cannot run when it lacks the device (then the CPU stands in)."""
+        if self._given is not None:
+            wrong = device not in ("auto", self._given.device)
+            return self._given, f"this machine has no device {device}" if wrong else None
+        if device not in self._machines:
+            try:
+                self._machines[device] = (machine_facts(device), None)
+            except UserError as error:
+                self._machines[device] = (machine_facts("cpu"), error.message)
+        return self._machines[device]
+
+    def _model(self, model: ModelSource, base: Path) -> tuple[ResolvedSource, ModelFacts]:
+        key = msgspec.json.encode(model)
+        if key not in self._models:
+            source = resolve_source(model, base)
+            facts = read_model_facts(source, dtype="auto", dummy=model.weights == "dummy")
+            self._models[key] = (source, facts)
+        return self._models[key]
+
+    def _with_dtype(self, facts: ModelFacts, dtype: str) -> ModelFacts:
+        """The same facts in another dtype, one object each, so that what they cache is computed once."""
+        if facts.dtype == dtype:
+            return facts
+        return self._dtyped.setdefault((id(facts), dtype), replace(facts, dtype=dtype))
+
+
+def resolve_dtype(asked: str, native: str, source: ResolvedSource, device: str) -> str:
+    """The dtype of a cell. "auto" is the checkpoint's own, but bfloat16 for float32 weights on a GPU."""
+    if asked != "auto":
+        return asked
+    if source.kind == "gguf" and device == "cpu":
+        return "float32"
+    return "bfloat16" if native == "float32" and device != "cpu" else native
+
+
+def _unavailable(chosen: _Chosen) -> list[str]:
+    everyone = (chosen.engine, *chosen.parts.values(), chosen.workload, *chosen.evaluators)
+    return [
+        f"{choice.component.role.value} {choice.component.name!r} {choice.registered.unavailable}"
+        for choice in everyone
+        if choice.registered.unavailable
+    ]
+
+
+def _not_hosted(chosen: _Chosen) -> list[str]:
+    component = chosen.engine.component
+    hosted = ", ".join(role.value for role in PART_ROLES if role in component.hosts) or "no part"
+    return [
+        f"engine {component.name!r} takes {hosted}, not {role.value} {choice.component.name!r}"
+        for role, choice in chosen.explicit.items()
+        if role not in component.hosts
+    ]
+
+
+def _refused(chosen: _Chosen, facts: ModelFacts) -> list[str]:
+    """A model that the joint must not drive is refused for every engine that takes an attention part."""
+    hosts_joint = Role.ATTENTION in chosen.engine.component.hosts
+    return [facts.refusal] if facts.refusal and hosts_joint else []

@@ -1,0 +1,112 @@
+"""Needs against provides: which mixes work, through which declared adapters, and why the others do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from infermix.roles.component import Choice, Role, meets
+from infermix.roles.facts import MachineFacts, ModelFacts
+
+#: Who is expected to offer a feature, by its prefix; only used to word a refusal.
+_PROVIDERS = {
+    "attn": Role.ATTENTION,
+    "head_dim": Role.ATTENTION,
+    "kv": Role.KV,
+    "view": Role.KV,
+    "engine": Role.ENGINE,
+}
+
+
+@dataclass(frozen=True)
+class Match:
+    """The outcome: one sentence per problem, and feature -> adapter for what goes through one."""
+
+    problems: tuple[str, ...]
+    adapters: Mapping[str, str]
+    choices: Mapping[Role, Choice]
+
+
+def match(
+    choices: Mapping[Role, Choice], evaluators: Iterable[Choice], model: ModelFacts, machine: MachineFacts
+) -> Match:
+    """Check a mix. `choices` come back with `via` filled in; `model.dtype` is the dtype of the cell."""
+    rules = _Rules(choices, model, machine)
+    problems: list[str] = list(rules.model_problems())
+    adapters: dict[str, str] = {}
+    matched: dict[Role, Choice] = {}
+    for role, choice in choices.items():
+        via = rules.resolve(role, choice, problems)
+        matched[role] = replace(choice, via=via) if via else choice
+        adapters.update(via)
+    for choice in evaluators:
+        rules.resolve(Role.EVALUATOR, choice, problems)
+    return Match(tuple(problems), adapters, matched)
+
+
+class _Rules:
+    """Features of one mix: every provided one, and those that exist only through an adapter."""
+
+    def __init__(self, choices: Mapping[Role, Choice], model: ModelFacts, machine: MachineFacts) -> None:
+        self._choices, self._model, self._machine = choices, model, machine
+        parts = frozenset[str]().union(*(self._evaluate(choice, "provides") for choice in choices.values()))
+        hardware = {name for name in machine.provides if not name.startswith("dtype:")}
+        self._provided = parts | hardware | {f"dtype:{model.dtype}"}
+        self._adapters: dict[str, str] = {}
+        for choice in choices.values():
+            self._adapters.update(self._evaluate(choice, "adapters"))
+
+    def _evaluate(self, choice: Choice, rule: str) -> Any:
+        function: Callable[..., Any] = getattr(choice.component, rule)
+        return function(choice.options, self._model, self._machine)
+
+    def resolve(self, role: Role, choice: Choice, problems: list[str]) -> dict[str, str]:
+        """The adapters that a choice runs through; what nobody offers is added to `problems`."""
+        via: dict[str, str] = {}
+        for need in sorted(self._evaluate(choice, "needs")):
+            if meets(need, self._provided):
+                continue
+            adapted = [name for name in need.split("|") if name in self._adapters]
+            if adapted:
+                via[adapted[0]] = self._adapters[adapted[0]]
+            else:
+                problems.append(f"{_title(role, choice)} needs {_readable(need)}, {self._absence(need)}")
+        return via
+
+    def model_problems(self) -> Iterator[str]:
+        """What the model and the dtype ask of the attention backend and the machine."""
+        if f"dtype:{self._model.dtype}" not in self._machine.provides:
+            yield f"{self._machine.name} does not compute in {self._model.dtype}"
+        attention = self._choices.get(Role.ATTENTION)
+        if attention is None:
+            return
+        provided = self._evaluate(attention, "provides")
+        for need in sorted(_model_needs(self._model)):
+            if not meets(need, provided):
+                title = _title(Role.ATTENTION, attention)
+                yield f"the model needs {need}, which {title} does not provide"
+
+    def _absence(self, need: str) -> str:
+        prefix = need.partition(":")[0]
+        choice = self._choices.get(_PROVIDERS.get(prefix, Role.WORKLOAD))
+        if prefix in ("device", "sm"):
+            return f"this cell runs on {self._machine.device} ({self._machine.name})"
+        if prefix == "dtype":
+            return f"this cell computes in {self._model.dtype}"
+        if choice is not None and prefix in _PROVIDERS:
+            return f"which {_title(_PROVIDERS[prefix], choice)} does not provide"
+        return "which nothing in this cell provides"
+
+
+def _model_needs(model: ModelFacts) -> set[str]:
+    widths = {f"head_dim:{layer.key_dim}" for layer in model.layers if layer.kind == "attention"}
+    return {name for name in model.features if name.startswith("attn:")} | widths
+
+
+def _title(role: Role, choice: Choice) -> str:
+    return f"{role.value} {choice.component.name!r}"
+
+
+def _readable(need: str) -> str:
+    return " or ".join(need.split("|"))

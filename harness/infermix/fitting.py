@@ -1,0 +1,190 @@
+"""Whether a cell fits: its lengths into the model's positions, its weights and KV into the machine's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from infermix.cost.kv import kv_groups
+from infermix.cost.memory import USABLE_SHARE, MemoryPrediction, fits, predict_memory
+from infermix.errors import UserError
+from infermix.roles.component import Choice, Role
+from infermix.roles.engine import EngineContext
+from infermix.roles.evaluator import EvaluatorOptions
+from infermix.roles.facts import MachineFacts, ModelFacts
+from infermix.roles.kv_space import KVBudget, KVLayout
+from infermix.roles.workload import WorkloadOptions
+from infermix.spec.experiment import Limits
+
+#: Assumed where only the data tells how long a sequence is, and how many run at once.
+_ASSUMED_TOKENS = 2048
+_ASSUMED_SEQS = 256
+#: New tokens of the largest forward where the scheduler does not bound them.
+_ASSUMED_STEP_TOKENS = 2048
+#: Kept free on a GPU for activations when the KV gets a share of the device.
+_RESERVE_BYTES = 2 << 30
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Sizes of a cell and what is wrong with them. `memory` is `None` when nothing could be predicted."""
+
+    max_model_len: int
+    max_num_seqs: int
+    memory: MemoryPrediction | None
+    problems: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Demand:
+    """Everything that the memory of a cell depends on, hashable."""
+
+    facts: int
+    layout: tuple[str, bytes] | None
+    weight_bits: float | None
+    length: int
+    count: int
+    step_tokens: int
+    limits: Limits
+    machine: str
+
+
+class Fitter:
+    """Predicts the sizes of cells; each distinct layout and each distinct demand once."""
+
+    def __init__(self) -> None:
+        self._layouts: dict[tuple[str, bytes], KVLayout] = {}
+        self._known: dict[_Demand, tuple[MemoryPrediction | None, tuple[str, ...]]] = {}
+
+    def fit(
+        self,
+        limits: Limits,
+        choices: Mapping[Role, Choice],
+        evaluators: Iterable[Choice],
+        facts: ModelFacts,
+        machine: MachineFacts,
+    ) -> Fit:
+        """`choices` are the hosted parts, the engine and the workload; `facts.dtype` is the cell's."""
+        asked = dict(_asked_tokens(choices[Role.WORKLOAD], evaluators))
+        problems = tuple(_length_problems(asked, limits, facts))
+        length = min(max(asked.values(), default=0) or _ASSUMED_TOKENS, _longest(limits, facts))
+        count = _max_num_seqs(choices)
+        if not facts.matrices:
+            return Fit(length, count, None, problems)
+        memory, more = self._memory(limits, choices, facts, machine, length, count)
+        return Fit(length, count, memory, (*problems, *more))
+
+    def _memory(
+        self,
+        limits: Limits,
+        choices: Mapping[Role, Choice],
+        facts: ModelFacts,
+        machine: MachineFacts,
+        length: int,
+        count: int,
+    ) -> tuple[MemoryPrediction | None, tuple[str, ...]]:
+        kv, quantizer = choices.get(Role.KV), choices.get(Role.QUANTIZER)
+        demand = _Demand(
+            facts=id(facts),
+            layout=(kv.component.name, msgspec.json.encode(kv.options)) if kv else None,
+            weight_bits=quantizer.component.weight_bits(quantizer.options) if quantizer else None,
+            length=length,
+            count=count,
+            step_tokens=max(_option(choices, "max_num_batched_tokens") or _ASSUMED_STEP_TOKENS, length),
+            limits=limits,
+            machine=f"{machine.device} {machine.memory_bytes}",
+        )
+        if demand not in self._known:
+            self._known[demand] = self._predict(demand, kv, facts, machine)
+        return self._known[demand]
+
+    def _predict(
+        self, demand: _Demand, kv: Choice | None, facts: ModelFacts, machine: MachineFacts
+    ) -> tuple[MemoryPrediction | None, tuple[str, ...]]:
+        memory = predict_memory(
+            facts,
+            None,
+            device=machine.device,
+            weight_bits=demand.weight_bits,
+            max_num_batched_tokens=demand.step_tokens,
+            max_num_seqs=demand.count,
+        )
+        try:
+            memory = replace(memory, kv_bytes=self._kv_bytes(demand, kv, facts, machine, memory))
+        except UserError as error:
+            return memory, (f"{error.message} ({error.hint})" if error.hint else error.message,)
+        problem = None if fits(memory, machine) else _too_large(memory, machine)
+        return memory, (problem,) if problem else ()
+
+    def _kv_bytes(
+        self, demand: _Demand, kv: Choice | None, facts: ModelFacts, machine: MachineFacts, memory: MemoryPrediction
+    ) -> int:
+        groups = kv_groups(facts)
+        if kv is None or demand.layout is None:  # an engine with a cache of its own: what its tokens take
+            each = sum(group.bytes_per_token(facts.dtype_bytes) for group in groups)
+            return round(each * demand.length * demand.count)
+        if demand.layout not in self._layouts:
+            self._layouts[demand.layout] = kv.component.build(kv.options, None)
+        budget = KVBudget(demand.count, demand.length, facts.dtype_bytes, _kv_limit(demand.limits, machine, memory))
+        return self._layouts[demand.layout].shape(groups, budget).bytes
+
+
+def _asked_tokens(workload: Choice, evaluators: Iterable[Choice]) -> Iterator[tuple[str, int]]:
+    """The longest sequence that the workload and each evaluator may ask for, as far as their options tell."""
+    if isinstance(workload.options, WorkloadOptions):
+        tokens = workload.options.max_request_tokens()
+        if tokens is not None:
+            yield f"workload {workload.component.name!r}", tokens
+    for choice in evaluators:
+        tokens = choice.options.max_tokens() if isinstance(choice.options, EvaluatorOptions) else None
+        if tokens is not None:
+            yield f"evaluator {choice.component.name!r}", tokens
+
+
+def _longest(limits: Limits, facts: ModelFacts) -> int:
+    return min(facts.max_position_embeddings, limits.max_model_len or facts.max_position_embeddings)
+
+
+def _length_problems(asked: Mapping[str, int], limits: Limits, facts: ModelFacts) -> Iterator[str]:
+    positions = facts.max_position_embeddings
+    if limits.max_model_len is not None and limits.max_model_len > positions:
+        yield f"limits.max_model_len is {limits.max_model_len}, but the model has {positions} positions"
+    bound = _longest(limits, facts)
+    source = f"the model has {positions} positions" if bound == positions else f"limits.max_model_len is {bound}"
+    for who, tokens in asked.items():
+        if tokens > bound:
+            yield f"{who} asks for sequences of {tokens} tokens, but {source}"
+
+
+def _max_num_seqs(choices: Mapping[Role, Choice]) -> int:
+    """The smallest of what scheduler and engine admit and what the workload keeps in flight."""
+    options = choices[Role.WORKLOAD].options
+    in_flight = options.max_in_flight() if isinstance(options, WorkloadOptions) else None
+    bounds = [_option(choices, "max_num_seqs"), in_flight]
+    if Role.KV not in choices:
+        bounds.append(_option(choices, "batch_size"))
+    return min((bound for bound in bounds if bound), default=_ASSUMED_SEQS)
+
+
+def _option(choices: Mapping[Role, Choice], name: str) -> int | None:
+    """The smallest value that scheduler or engine options give under a vocabulary name."""
+    owners = [choices[role].options for role in (Role.SCHEDULER, Role.ENGINE) if role in choices]
+    values = [value for owner in owners if (value := getattr(owner, name, None))]
+    return min(values, default=None)
+
+
+def _kv_limit(limits: Limits, machine: MachineFacts, memory: MemoryPrediction) -> int | None:
+    """Bytes that the KV may take; `None` on a CPU without a stated limit: as much as the sequences need."""
+    if limits.kv_memory_bytes is not None or machine.device == "cpu":
+        return limits.kv_memory_bytes
+    fraction = limits.kv_memory_fraction or EngineContext.kv_memory_fraction
+    return max(0, int(fraction * machine.memory_bytes) - memory.total_bytes - _RESERVE_BYTES)
+
+
+def _too_large(memory: MemoryPrediction, machine: MachineFacts) -> str:
+    parts = {"weights": memory.weights_bytes, "KV": memory.kv_bytes, "activations": memory.activation_bytes}
+    listing = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in parts.items())
+    have = machine.memory_bytes * USABLE_SHARE / 1e9
+    return f"does not fit: needs {memory.total_bytes / 1e9:.1f} GB ({listing}), has {have:.1f} GB"
