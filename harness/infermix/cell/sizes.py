@@ -1,0 +1,73 @@
+"""How long a sequence and how many of them the engine of a cell must be ready for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from infermix.errors import UserError
+from infermix.roles.component import Role
+
+if TYPE_CHECKING:
+    from infermix.compose import CellPlan
+    from infermix.roles.component import Choice
+    from infermix.roles.request import Request
+
+#: Sequences in flight where neither scheduler nor workload bounds them.
+DEFAULT_MAX_NUM_SEQS = 256
+
+
+def longest_allowed(plan: CellPlan) -> int:
+    """Tokens of the longest sequence that the model, and `limits.max_model_len`, admit."""
+    assert plan.facts is not None
+    positions = plan.facts.max_position_embeddings
+    limit = plan.cell.experiment.limits.max_model_len
+    return min(positions, limit) if limit else positions
+
+
+def request_tokens(request: Request) -> int:
+    """Prompt and the most output tokens of one request."""
+    return len(request.prompt_ids) + request.sampling.max_new_tokens
+
+
+def check_requests(requests: Iterable[Request], allowed: int) -> None:
+    """Refuse an empty prompt and a request that does not fit, by name."""
+    for request in requests:
+        if not request.prompt_ids:
+            raise UserError(f"request {request.request_id!r} has an empty prompt", key="workload")
+        if request_tokens(request) > allowed:
+            raise UserError(
+                f"request {request.request_id!r} needs {len(request.prompt_ids)} prompt and "
+                f"{request.sampling.max_new_tokens} new tokens, but a sequence may have {allowed}",
+                key="workload",
+                hint="the bound is the model's positions or limits.max_model_len",
+            )
+
+
+def max_model_len(plan: CellPlan, requests: Iterable[Request], evaluators: Sequence[Choice]) -> int:
+    """Tokens of the longest sequence that workload and evaluators will ask for."""
+    allowed = longest_allowed(plan)
+    needed = max((request_tokens(request) for request in requests), default=1)
+    for choice in evaluators:
+        tokens = _evaluator_tokens(choice)
+        if tokens > allowed:
+            raise UserError(
+                f"{choice.component.name} reads {tokens} tokens at once, but a sequence may have {allowed}",
+                key="quality",
+                hint="the bound is the model's positions or limits.max_model_len",
+            )
+        needed = max(needed, tokens)
+    return min(needed, allowed)
+
+
+def _evaluator_tokens(choice: Choice) -> int:
+    declared = getattr(choice.options, "max_tokens", None)
+    return (declared() if callable(declared) else None) or 0
+
+
+def max_num_seqs(parts: Mapping[Role, Choice], concurrency: int | None, num_requests: int) -> int:
+    """The smallest of what the scheduler admits, what the workload keeps in flight, and what there is."""
+    scheduler = parts.get(Role.SCHEDULER)
+    asked = getattr(scheduler.options, "max_num_seqs", None) if scheduler else None
+    bounds = [bound for bound in (asked, concurrency) if bound] or [DEFAULT_MAX_NUM_SEQS]
+    return max(1, min(*bounds, num_requests) if num_requests else min(bounds))
