@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
-
 from infermix.errors import UserError
 from infermix.roles.engine import EngineReport
 from infermix.roles.request import FinishReason, Request, TokenEvent

@@ -5,7 +5,6 @@ import re
 from pathlib import Path
 
 import pytest
-
 from infermix.measure import clock
 
 ROOT = Path(__file__).resolve().parents[2]

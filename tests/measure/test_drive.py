@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import pytest
-
 from infermix.errors import InfermixError
 from infermix.measure import drive as drive_module
 from infermix.measure.drive import drive

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import datetime
 import statistics
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from infermix.measure.clock import now_ns
+from infermix.measure.clock import now_ns, utc_stamp
 from infermix.roles.facts import Ceilings
 
 if TYPE_CHECKING:
@@ -51,7 +50,7 @@ def _measure(torch: Any, device: str) -> Ceilings:
     return Ceilings(
         copy_bytes_per_s=_copy_bytes_per_s(torch, device, copy_bytes, timer),
         matmul_flops_per_s=rates,
-        measured_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        measured_at=utc_stamp(),
     )
 
 
