@@ -67,9 +67,7 @@ def git_state() -> dict[str, Any]:
     top = _git(package, "rev-parse", "--show-toplevel")
     if not top or package != Path(top).resolve() / "harness" / "infermix":
         return {}
-    edited = _git(
-        Path(top), "status", "--porcelain", "--untracked-files=no", "--", "harness", "kernels", "plugins"
-    )
+    edited = _git(Path(top), "status", "--porcelain", "--untracked-files=no", "--", "harness", "kernels", "plugins")
     return {"commit": _git(package, "rev-parse", "HEAD"), "edited": bool(edited)}
 
 

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, overload
 
 import msgspec
 
@@ -63,7 +63,11 @@ def record_file_name(record: Summary) -> str:
     return "-".join(re.sub(r"[^A-Za-z0-9_.]+", "_", part).lstrip(".") or "_" for part in parts) + ".json"
 
 
-def read_record(path: Path, kind: type[S] = Record) -> S:  # type: ignore[assignment]
+@overload
+def read_record(path: Path) -> Record: ...
+@overload
+def read_record(path: Path, kind: type[S]) -> S: ...
+def read_record(path: Path, kind: type[Summary] = Record) -> Summary:
     """Read one record; `kind=Summary` skips the raw samples and is several times faster.
 
     Raises `UserError` naming the file when it is missing, not JSON, of the wrong types, or of a newer schema.
@@ -78,9 +82,13 @@ def read_record(path: Path, kind: type[S] = Record) -> S:  # type: ignore[assign
         ) from None
 
 
-def scan_records(directory: Path, kind: type[S] = Summary) -> Scan[S]:  # type: ignore[assignment]
+@overload
+def scan_records(directory: Path) -> Scan[Summary]: ...
+@overload
+def scan_records(directory: Path, kind: type[S]) -> Scan[S]: ...
+def scan_records(directory: Path, kind: type[Summary] = Summary) -> Scan[Summary]:
     """Every record below `directory`, in order of path. Files that are no readable record become warnings."""
-    scan: Scan[S] = Scan()
+    scan: Scan[Summary] = Scan()
     for path in record_files(directory):
         try:
             record = read_record(path, kind)
@@ -124,11 +132,7 @@ def complete_cells(directory: Path) -> dict[str, Path]:
         except (msgspec.DecodeError, UserError):
             continue
         known = latest.get(head.cell_digest)
-        if (
-            head.complete
-            and head.schema_version <= SCHEMA_VERSION
-            and (known is None or head.created >= known[0])
-        ):
+        if head.complete and head.schema_version <= SCHEMA_VERSION and (known is None or head.created >= known[0]):
             latest[head.cell_digest] = (head.created, path)
     return {digest: path for digest, (_, path) in latest.items()}
 
@@ -165,9 +169,7 @@ def _check_schema(data: bytes, path: Path) -> None:
             hint="upgrade infermix",
         )
     if version < 1:
-        raise UserError(
-            f"schema version {version} does not exist", where=str(path), hint="versions start at 1"
-        )
+        raise UserError(f"schema version {version} does not exist", where=str(path), hint="versions start at 1")
 
 
 def _encode(record: Record) -> bytes:
@@ -188,8 +190,7 @@ def _without_non_finite(record: Record) -> Record:
         return {name: value for name, value in figures.items() if name not in bad}
 
     changes = {
-        name: finite(getattr(record, name), name)
-        for name in ("metrics", "quality", "memory", "phases_s", "counters")
+        name: finite(getattr(record, name), name) for name in ("metrics", "quality", "memory", "phases_s", "counters")
     }
     return msgspec.structs.replace(record, **changes, log=[*record.log, *dropped])
 

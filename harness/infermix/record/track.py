@@ -52,9 +52,7 @@ def track_title(record: Summary) -> str:
 
 def model_label(record: Summary) -> str:
     """The model's label, never with the directories of a local path."""
-    label = str(
-        record.model.get("label") or _plain(record.experiment.get("model")).get("source") or "unknown model"
-    )
+    label = str(record.model.get("label") or _plain(record.experiment.get("model")).get("source") or "unknown model")
     return PurePath(label).name if label.startswith(("/", "~", ".")) or "\\" in label else label
 
 

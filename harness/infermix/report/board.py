@@ -10,7 +10,7 @@ from infermix.record.track import track_id, track_title
 from infermix.report.conditions import cautions, conditions
 from infermix.report.effects import Effects, effects
 from infermix.report.labels import ABSENT, MIX_COLUMNS, concerns, mixes, notes
-from infermix.report.ranking import Figure, Rank, figure, ranks, ratio
+from infermix.report.ranking import Figure, Rank, figure, paired_ratio, ranks, ratio
 
 SPEED = "output_tokens_per_s"
 METRIC_KEYS = (
@@ -174,7 +174,8 @@ def _figures(record: Summary, baseline: Summary | None) -> dict[str, Figure]:
     if isinstance(bits, int | float):
         found["bits_per_weight"] = Figure(float(bits))
     if baseline is not None:
-        relative = ratio(record.metrics.get(SPEED), baseline.metrics.get(SPEED))
+        turns = paired_ratio(record, baseline, SPEED)
+        relative = turns or ratio(record.metrics.get(SPEED), baseline.metrics.get(SPEED))
         found |= {"ratio": relative} if relative else {}
     return found
 

@@ -9,7 +9,7 @@ from functools import lru_cache
 from statistics import variance
 
 from infermix.measure.stats import LEVEL, t_quantile
-from infermix.record.record import Metric
+from infermix.record.record import Metric, Summary
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +75,14 @@ def ratio(metric: Metric | None, baseline: Metric | None) -> Figure | None:
     if half is None or value <= 0:
         return Figure(value)
     return Figure(value, value / math.exp(half), value * math.exp(half))
+
+
+def paired_ratio(record: Summary, baseline: Summary, name: str) -> Figure | None:
+    """The ratio measured by taking turns with this very run of the baseline; `None` when they did not."""
+    found = record.paired.get("ratios", {}).get(name)
+    if found is None or record.paired.get("baseline") != baseline.run_id:
+        return None
+    return Figure(found["ratio"], found.get("low"), found.get("high"))
 
 
 def _half_width(a: Sequence[float], b: Sequence[float]) -> float | None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise, zip_longest
 
 from infermix.report.board import SPEED, Row, Table
+from infermix.report.labels import ABSENT
 
 WIDTH, HEIGHT = 760, 380
 LEFT, RIGHT, TOP, BOTTOM = 76, 20, 16, 52
@@ -135,9 +137,12 @@ def _ticks(axis: tuple[float, float]) -> list[float]:
 
 
 def _staircase(front: Sequence[Point]) -> str:
+    """Down from each point, then right to the next: the edge of what the front dominates."""
     ordered = sorted(front, key=lambda point: (point.x, point.y))
-    return " ".join(f"{point.x},{point.y}" for point in ordered)
+    corners = [f"{before.x},{after.y}" for before, after in pairwise(ordered)]
+    return " ".join(text for pair in zip_longest((f"{p.x},{p.y}" for p in ordered), corners) for text in pair if text)
 
 
 def _label(row: Row, table: Table) -> str:
-    return ", ".join(row.mix[column] for column in table.mix_columns) or row.record.cell
+    labels = [row.mix[column] for column in table.mix_columns if row.mix[column] != ABSENT]
+    return ", ".join(labels) or row.record.cell
