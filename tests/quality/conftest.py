@@ -16,6 +16,8 @@ from infermix.roles.engine import EngineReport, Score, ScoreRequest
 from infermix.roles.evaluator import EvaluatorContext
 from infermix.roles.request import FinishReason, Request, TokenEvent
 
+torch.set_num_threads(1)
+
 BOS, EOS, OFFSET = 1, 2, 3
 
 
