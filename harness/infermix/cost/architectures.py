@@ -23,7 +23,7 @@ class Architecture:
     """How a family differs from Llama. Bias fields name a config key, or fix the answer.
 
     `needs`: keys whose class default is not the one of `optional` below, so that a config without them has to be
-    resolved by the class itself.
+    resolved by the class itself (`a|b`: either name will do).
     """
 
     needs: tuple[str, ...] = ()
@@ -87,7 +87,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen2_moe": Architecture(
         needs=(
             "num_key_value_heads",
-            "num_experts",
+            "num_experts|num_local_experts",
             "num_experts_per_tok",
             "moe_intermediate_size",
             "shared_expert_intermediate_size",
@@ -97,7 +97,12 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         experts="shared",
     ),
     "qwen3_moe": Architecture(
-        needs=("num_key_value_heads", "head_dim", "num_experts", "num_experts_per_tok", "moe_intermediate_size"),
+        needs=(
+            "num_key_value_heads",
+            "num_experts|num_local_experts",
+            "num_experts_per_tok",
+            "moe_intermediate_size",
+        ),
         qk_norm="head",
         experts="plain",
     ),
@@ -156,7 +161,7 @@ def missing_keys(config: Config) -> list[str]:
     architecture = ARCHITECTURES[config["model_type"]]
     full = normalised(config)
     return [key for key in BASE_KEYS if full.get(key) is None] + [
-        key for key in architecture.needs if key not in config
+        key for key in architecture.needs if not any(name in config for name in key.split("|"))
     ]
 
 

@@ -21,12 +21,16 @@ _TIMEOUT_S = 180
 
 @dataclass(frozen=True)
 class Probe:
-    """A resolved config, its model class, its weights (tied ones once), and its attention modules in order."""
+    """A resolved config, its model class, its weights (tied ones once), and what its attention layers are handed.
+
+    `traced`: the layers were seen in a forward pass on the meta device; otherwise they were read off the modules.
+    """
 
     config: Mapping[str, Any]
     architecture: str
     tensors: tuple[TensorInfo, ...]
     attention: tuple[Mapping[str, Any], ...]
+    traced: bool
 
 
 def probe_config(config: Mapping[str, Any], *, where: str, directory: str, trust_remote_code: bool) -> Probe:
@@ -44,6 +48,7 @@ def probe_config(config: Mapping[str, Any], *, where: str, directory: str, trust
         architecture=answer["architecture"],
         tensors=tuple(TensorInfo(name, tuple(shape)) for name, shape in answer["tensors"]),
         attention=tuple(answer["attention"]),
+        traced=answer["traced"],
     )
 
 

@@ -10,6 +10,7 @@ import json
 import sys
 from typing import Any
 
+_TRACE = "infermix_trace"
 #: Config attributes that every family answers to through its attribute map.
 COMMON = (
     "vocab_size",
@@ -27,26 +28,74 @@ COMMON = (
 
 
 def probe(request: dict[str, Any]) -> dict[str, Any]:
-    """`config` (resolved), `tensors` [[name, shape], ...] (tied ones once), `attention` (one entry per module)."""
-    import torch
-    from transformers import AutoModelForCausalLM
+    """What transformers makes of a config.
 
+    `config` (resolved), `tensors` [[name, shape], ...] (tied ones once), `attention`: per layer what its attention
+    function is handed, and `traced`, whether that was seen in a forward pass or only read off the modules.
+    """
+    import torch
+    from transformers import AttentionInterface, AutoModelForCausalLM
+
+    calls: list[dict[str, Any]] = []
+    AttentionInterface.register(_TRACE, _recorder(calls))
     config = _config(request)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=request["trust_remote_code"])
+        model = AutoModelForCausalLM.from_config(
+            config, attn_implementation=_TRACE, trust_remote_code=request["trust_remote_code"]
+        )
+    traced = _trace(model, calls)
     text = config.get_text_config()
     resolved = dict(text.to_dict())
     for name in COMMON:
         value = getattr(text, name, None)
         if value is not None:
             resolved[name] = value
-    tensors = [[name, list(parameter.shape)] for name, parameter in model.named_parameters()]
+    attention = calls if traced else [_read_off(each, resolved) for each in model.modules() if _is_attention(each)]
     return {
         "config": json.loads(json.dumps(resolved, default=str)),
         "architecture": type(model).__name__,
-        "tensors": tensors,
-        "attention": [_attention(module) for module in model.modules() if _is_attention(module)],
+        "tensors": [[name, list(parameter.shape)] for name, parameter in model.named_parameters()],
+        "attention": attention,
+        "traced": traced,
     }
+
+
+def _recorder(calls: list[dict[str, Any]]) -> Any:
+    def attention(module: Any, q: Any, k: Any, v: Any, attention_mask: Any = None, **keywords: Any) -> Any:
+        calls.append(
+            {
+                "layer_idx": getattr(module, "layer_idx", None),
+                "num_heads": q.shape[1],
+                "num_kv_heads": k.shape[1],
+                "key_dim": k.shape[3],
+                "value_dim": v.shape[3],
+                "window": keywords.get("sliding_window") or None,
+                "softcap": bool(keywords.get("softcap")),
+                "sinks": keywords.get("s_aux") is not None,
+            }
+        )
+        return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]), None
+
+    return attention
+
+
+def _trace(model: Any, calls: list[dict[str, Any]]) -> bool:
+    """One forward on the meta device; routing by value, which meta tensors lack, becomes a batched product."""
+    import torch
+
+    ids = torch.zeros(1, 3, dtype=torch.long, device="meta")
+    for experts in (None, "batched_mm"):
+        calls.clear()
+        try:
+            if experts is not None:
+                model.set_experts_implementation(experts)
+            with torch.no_grad():
+                model(input_ids=ids, position_ids=ids, use_cache=False)
+        except Exception:  # any family may do what meta tensors cannot; the modules' attributes are read instead
+            continue
+        if calls:
+            return True
+    return False
 
 
 def _config(request: dict[str, Any]) -> Any:
@@ -67,21 +116,31 @@ def _is_attention(module: Any) -> bool:
     return "attention" in named and isinstance(getattr(module, "layer_idx", None), int)
 
 
-def _attention(module: Any) -> dict[str, Any]:
+def _read_off(module: Any, config: dict[str, Any]) -> dict[str, Any]:
     window = getattr(module, "sliding_window", None)
     if getattr(module, "is_sliding", True) is False:
         window = None
+    heads = int(config.get("num_attention_heads") or 0)
+    width = _number(module, "head_dim") or int(config.get("head_dim") or 0)
     own = dict(module.named_parameters())
-    keys = own.get("k_proj.weight", own.get("key.weight"))
     return {
         "layer_idx": module.layer_idx,
+        "num_heads": heads,
+        "num_kv_heads": _kv_heads(module, own, config, heads, width),
+        "key_dim": width,
+        "value_dim": width,
         "window": window if isinstance(window, int) and window > 0 else None,
-        "head_dim": _number(module, "head_dim"),
-        "key_rows": int(keys.shape[0]) if keys is not None else None,
-        "groups": _number(module, "num_key_value_groups"),
-        "sinks": any("sink" in name for name in own),
         "softcap": bool(getattr(module, "attn_logit_softcapping", None)),
+        "sinks": any("sink" in name for name in own),
     }
+
+
+def _kv_heads(module: Any, own: dict[str, Any], config: dict[str, Any], heads: int, width: int) -> int:
+    keys = own.get("k_proj.weight")
+    if keys is not None and width and keys.shape[0] % width == 0:
+        return int(keys.shape[0]) // width
+    groups = _number(module, "num_key_value_groups")
+    return heads // groups if groups else int(config.get("num_key_value_heads") or heads)
 
 
 def _number(module: Any, name: str) -> int | None:

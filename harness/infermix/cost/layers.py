@@ -107,7 +107,7 @@ def layers_of(config: Config) -> tuple[LayerFacts, ...]:
 
 
 def probed_layers(config: Config, modules: tuple[Mapping[str, Any], ...]) -> tuple[LayerFacts, ...]:
-    """Layers of any other family, from the attention modules that transformers built for it."""
+    """Layers of any other family, from what transformers hands to its attention layers."""
     by_layer = {module["layer_idx"]: module for module in modules}
     return tuple(
         _probed_layer(config, layer, by_layer.get(layer)) for layer in range(config.get("num_hidden_layers") or 0)
@@ -117,22 +117,8 @@ def probed_layers(config: Config, modules: tuple[Mapping[str, Any], ...]) -> tup
 def _probed_layer(config: Config, layer: int, module: Mapping[str, Any] | None) -> LayerFacts:
     if module is None:
         return LayerFacts(_kind_without_attention(config, layer), 0, 0, 0, 0, **_routing(config, layer))
-    heads = int(config.get("num_attention_heads") or 0)
-    if config.get("kv_lora_rank"):
-        kv_heads, keys, values = head_shape(config)
-    else:
-        keys = values = int(module["head_dim"] or config.get("head_dim") or 0)
-        kv_heads = _kv_heads(config, module, heads, keys)
-    window = module["window"]
-    return LayerFacts("attention", heads, kv_heads, keys, values, window, **_routing(config, layer))
-
-
-def _kv_heads(config: Config, module: Mapping[str, Any], heads: int, width: int) -> int:
-    if module["key_rows"] and width and module["key_rows"] % width == 0:
-        return int(module["key_rows"]) // width
-    if module["groups"]:
-        return heads // int(module["groups"])
-    return int(config.get("num_key_value_heads") or heads)
+    shape = (module["num_heads"], module["num_kv_heads"], module["key_dim"], module["value_dim"])
+    return LayerFacts("attention", *shape, window=module["window"], **_routing(config, layer))
 
 
 def _kind_without_attention(config: Config, layer: int) -> LayerKind:

@@ -28,6 +28,7 @@ from infermix.roles.families import check_family, family_note
 
 #: Families that pass a `softcap` to attention when the config has one.
 _SOFTCAPPED = frozenset({"gemma2", "vaultgemma"})
+_UNTRACED = "attention shapes were read off the modules, not seen in a forward pass"
 #: The default where neither the experiment nor the checkpoint names a dtype.
 _DEFAULT_DTYPE = "float32"
 
@@ -141,7 +142,8 @@ def _from_probe(config: Mapping[str, Any], source: ResolvedSource) -> _Described
         num_experts=num_experts(full),
         transposed=full["model_type"] == "gpt2",
     )
-    return _Described(full, probe.architecture, layers, weights, _features(full, layers, probe.attention))
+    notes = () if known or probe.traced else (_UNTRACED,)
+    return _Described(full, probe.architecture, layers, weights, _features(full, layers, probe.attention), notes)
 
 
 def _bare(config: Mapping[str, Any], tensors: Iterable[TensorInfo]) -> _Described:
@@ -216,7 +218,7 @@ def _facts(
 def _positions(config: Mapping[str, Any]) -> int:
     """The longest sequence that the config allows; models without a limit get 2**20."""
     for key in ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length"):
-        if config.get(key):
+        if isinstance(config.get(key), int) and config[key] > 0:
             return int(config[key])
     return 1 << 20
 

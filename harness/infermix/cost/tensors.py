@@ -20,6 +20,7 @@ _EMBEDDINGS = (
     "embed_positions.weight",
     "token_embd.weight",
     "position_embd.weight",
+    "transformer.w.weight",
 )
 _HEADS = ("lm_head.weight", "embed_out.weight", "output_projection.weight")
 _ROUTER = re.compile(r"\.(gate|router|ffn_gate_inp|wg)(\.(linear|proj|weight|layer|gate))*$")
