@@ -189,13 +189,12 @@ class _Planner:
         dtype = resolve_dtype(experiment.dtype, native.dtype, source, machine.device)
         facts = self._with_dtype(native, dtype)
         problems = [*_unavailable(chosen), *_not_hosted(chosen), *_refused(chosen, facts)]
-        if no_device:
-            problems.append(no_device)
         choices = {Role.ENGINE: chosen.engine, **chosen.parts, Role.WORKLOAD: chosen.workload}
         matched = match(choices, chosen.evaluators, facts, machine)
         parts = {role: matched.choices[role] for role in chosen.parts}
         sizes = self._fitter.fit(experiment.limits, choices, chosen.evaluators, facts, machine)
-        reasons = tuple(dict.fromkeys([*problems, *matched.problems, *sizes.problems]))
+        problems += [no_device] if no_device else [*matched.problems, *sizes.problems]
+        reasons = tuple(dict.fromkeys(problems))
         return CellPlan(
             cell=cell, runs=not reasons, reasons=reasons, adapters=matched.adapters,
             engine=matched.choices[Role.ENGINE], workload=chosen.workload, parts=parts,

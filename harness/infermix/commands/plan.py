@@ -81,7 +81,7 @@ def _show(plans: list[CellPlan]) -> None:
     console.print(_table(plans))
     for plan in plans:
         for reason in plan.reasons:
-            console.print(f"{plan.cell.name}: {reason}", markup=False)
+            console.print(f"{plan.cell.name}: {reason}", markup=False, soft_wrap=True)
     running = [plan for plan in plans if plan.runs]
     machine, limit = plans[0].machine, sum(plan.time_limit_s for plan in running)
     console.print(
