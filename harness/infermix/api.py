@@ -42,7 +42,7 @@ def run(
     fails is a record with its state and reason, never an exception.
     """
     from infermix.progress import Silent
-    from infermix.run import RunOptions, run_experiment
+    from infermix.sweep import RunOptions, run_experiment
 
     options = RunOptions(
         only=only,
