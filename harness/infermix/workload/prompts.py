@@ -127,6 +127,7 @@ def check_fits(prompt_tokens: int, max_new_tokens: int, max_model_len: int, wher
             f"the prompt has {prompt_tokens} tokens, with {max_new_tokens} new ones "
             f"{prompt_tokens + max_new_tokens}, but a sequence of this model may have {max_model_len}",
             where=where,
+            key=None if where else "workload.input_tokens",
             hint="shorten the prompt or lower max_new_tokens",
         )
 
