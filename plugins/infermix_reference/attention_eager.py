@@ -27,14 +27,16 @@ class EagerAttention:
         query_len = batch.query_len or 1
         capacity = steps.capacity_of(batch, rows)
         keys, values = steps.read_batched(view, batch, layer, rows, capacity)
-        visible = steps.once_per_forward(
-            batch,
-            layer,
-            ("visible", rows, capacity, layer.window),
-            lambda: steps.visible_keys(batch, rows, query_len, keys.shape[1], layer.window),
-        )
+        visible = None
+        if not steps.all_visible(batch, rows, query_len, layer.window):
+            visible = steps.once_per_forward(
+                batch,
+                layer,
+                ("visible", rows, capacity, layer.window),
+                lambda: steps.visible_keys(batch, rows, query_len, capacity, layer.window)[:, None, None],
+            )
         folded = steps.fold_heads(q[: rows * query_len], rows, layer.num_kv_heads)
-        out = _attend(folded, keys, values, visible[:, None, None], layer)
+        out = _attend(folded, keys, values, visible, layer)
         out = out.masked_fill(batch.context_lens[:rows, None, None, None] == 0, 0)
         return steps.unfold_heads(out, query_len).to(q.dtype)
 

@@ -31,23 +31,29 @@ class SdpaAttention:
         query_len = batch.query_len or 1
         capacity = steps.capacity_of(batch, rows)
         keys, values = steps.read_batched(view, batch, layer, rows, capacity)
-        group = layer.num_heads // layer.num_kv_heads
-        bias = steps.once_per_forward(
-            batch,
-            layer,
-            ("bias", rows, capacity, layer.window, group, q.dtype),
-            lambda: _bias(steps.visible_keys(batch, rows, query_len, keys.shape[1], layer.window), group, q.dtype),
-        )
+        bias = None
+        if not steps.all_visible(batch, rows, query_len, layer.window):
+            bias = self._batched_bias(q, batch, layer, rows, capacity)
         folded = steps.fold_heads(q[: rows * query_len], rows, layer.num_kv_heads)
         out = F.scaled_dot_product_attention(
             folded,
             keys.transpose(1, 2),
             values.transpose(1, 2),
-            attn_mask=bias.expand(-1, layer.num_kv_heads, -1, -1),
+            attn_mask=bias,
             scale=layer.scale,
         )
         out = out.masked_fill(batch.context_lens[:rows, None, None, None] == 0, 0)
         return steps.unfold_heads(out, query_len)
+
+    def _batched_bias(self, q: Tensor, batch: Batch, layer: LayerSpec, rows: int, capacity: int) -> Tensor:
+        query_len, group = batch.query_len or 1, layer.num_heads // layer.num_kv_heads
+
+        def make() -> Tensor:
+            visible = steps.visible_keys(batch, rows, query_len, capacity, layer.window)
+            return _bias(visible, group, q.dtype).expand(-1, layer.num_kv_heads, -1, -1)
+
+        key = ("bias", rows, capacity, layer.window, layer.num_heads, layer.num_kv_heads, q.dtype)
+        return steps.once_per_forward(batch, layer, key, make)
 
     def _one_by_one(self, q: Tensor, view: View, batch: Batch, layer: LayerSpec, first: int) -> list[Tensor]:
         assert batch.host_context_lens is not None

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from infermix.errors import OutOfMemory
 from infermix.roles.batch import Batch, GroupBatch
 from infermix.roles.kv_space import KVShape
-from infermix.roles.kv_store import DenseView, PagedView, RaggedView, View
+from infermix.roles.kv_store import DenseView, PagedView, View
 from torch import Tensor
 
 
@@ -82,18 +84,28 @@ class PagedStore(PoolStore):
         return PagedView(keys, values, group.block_tables)
 
 
+@dataclass(slots=True)
+class RowsView(PagedView):
+    """Dense rows in any order, as a paged view with one block per sequence; `sequence` does not copy."""
+
+    rows: tuple[int, ...]
+
+    def sequence(self, index: int, length: int) -> tuple[Tensor, Tensor]:
+        row = self.rows[index]
+        return self.keys[row, :length], self.values[row, :length]
+
+
 class DenseStore(PoolStore):
     """One block per sequence.
 
     Where sequence i of the batch has row i (always so in a captured step: the runner keeps it, with padded rows as
-    holes), the view is a slice of the pool. Other batches get one slice per sequence. Nothing is copied either way.
+    holes), the view is a slice of the pool; other batches get a `RowsView`.
     """
 
-    def view(self, layer_idx: int, batch: Batch, group: GroupBatch) -> DenseView | RaggedView:
+    def view(self, layer_idx: int, batch: Batch, group: GroupBatch) -> DenseView | RowsView:
         keys, values = self._pools[layer_idx]
-        if batch.captured:
-            return DenseView(keys[: batch.num_seqs], values[: batch.num_seqs])
-        rows = host_rows(batch, group)
-        if all(row == index for index, row in enumerate(rows)):
-            return DenseView(keys[: batch.num_seqs], values[: batch.num_seqs])
-        return RaggedView([keys[row] for row in rows], [values[row] for row in rows])
+        if not batch.captured:
+            rows = host_rows(batch, group)
+            if any(row != index for index, row in enumerate(rows)):
+                return RowsView(keys, values, group.block_tables, rows)
+        return DenseView(keys[: batch.num_seqs], values[: batch.num_seqs])

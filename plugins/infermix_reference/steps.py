@@ -15,6 +15,8 @@ T = TypeVar("T")
 
 #: Longest uniform query that an eager step handles in one batched call; longer ones are prefill.
 MAX_BATCHED_QUERY = 16
+#: Most that a batched call on a host may read, as a multiple of what the sequences hold.
+MAX_HOST_PADDING = 1.5
 
 
 def once_per_forward(batch: Batch, layer: LayerSpec, key: Hashable, make: Callable[[], T]) -> T:
@@ -53,17 +55,21 @@ def unfold_heads(out: Tensor, query_len: int) -> Tensor:
 def num_batched_rows(view: View, batch: Batch, on_host: bool) -> int:
     """How many leading sequences are read in one batched call; all of them in a captured step.
 
-    Elsewhere a batched call reads up to the longest context and needs masks: on a host, exact slices per sequence
-    are cheaper; on a device, one launch for all is. Schedulers put decodes first, so a prefix is enough.
+    A batched call reads every sequence up to the longest context. On a host that costs time, so it is made only for
+    similar contexts; on a device, one launch for all always pays. Decodes come first, so a prefix is enough.
     """
-    if batch.captured:
+    if batch.host_context_lens is None:
         return batch.num_seqs
-    if on_host or not isinstance(view, DenseView | PagedView):
+    if not isinstance(view, DenseView | PagedView):
         return 0
     if batch.query_len is not None and batch.query_len <= MAX_BATCHED_QUERY:
-        return batch.num_seqs if batch.num_seqs > 1 else 0
-    leading = next((i for i, n in enumerate(batch.query_lens) if n != 1), batch.num_seqs)
-    return leading if leading > 1 else 0
+        rows = batch.num_seqs
+    else:
+        rows = next((i for i, n in enumerate(batch.query_lens) if n != 1), batch.num_seqs)
+    contexts = batch.host_context_lens[:rows]
+    if on_host and rows and rows * max(contexts) > MAX_HOST_PADDING * sum(contexts):
+        return 0
+    return rows
 
 
 def capacity_of(batch: Batch, rows: int) -> int:
@@ -101,39 +107,37 @@ def first_key(query_len: int, context: int, window: int | None) -> int:
     return 0 if window is None else max(0, context - query_len - window + 1)
 
 
+def all_visible(batch: Batch, rows: int, query_len: int, window: int | None) -> bool:
+    """Whether the host knows that no mask is needed: one query each, equal contexts, window not reached."""
+    if batch.host_context_lens is None or query_len != 1:
+        return False
+    longest = max(batch.host_context_lens[:rows])
+    return min(batch.host_context_lens[:rows]) == longest and (window is None or longest <= window)
+
+
 def read_batched(view: View, batch: Batch, layer: LayerSpec, rows: int, capacity: int) -> tuple[Tensor, Tensor]:
     """K `[rows, capacity, Hkv, Dk]` and V alike, without anything that the sequences did not write.
 
-    Beyond a context, memory may hold anything, NaN included, and 0 times NaN is NaN. A gather repeats the sequence's
-    last token there instead; a dense view is read through a mask. Rows without context are unspecified.
+    Beyond a context, memory may hold anything, NaN included, and 0 times NaN is NaN: the gather repeats the
+    sequence's last token there. It is made for dense views as well, for that reason, and because one streaming copy
+    costs a CPU less than a matmul over cold strided rows. Rows without context are unspecified.
     """
-    if isinstance(view, PagedView):
-        slots = once_per_forward(
-            batch, layer, ("slots", layer.group, rows, capacity), lambda: _slots(view, batch, rows, capacity)
-        )
-        return _take(view.keys, slots, rows), _take(view.values, slots, rows)
-    assert isinstance(view, DenseView)
-    if capacity > view.keys.shape[1]:
-        capacity = view.keys.shape[1]
-    masked = ("unwritten", rows, capacity)
-    unwritten = once_per_forward(batch, layer, masked, lambda: _unwritten(batch, rows, capacity))
-    keys, values = view.keys[:rows, :capacity], view.values[:rows, :capacity]
-    return keys.masked_fill(unwritten, 0), values.masked_fill(unwritten, 0)
+    assert isinstance(view, DenseView | PagedView)
+    slots = once_per_forward(
+        batch, layer, ("slots", layer.group, rows, capacity), lambda: _slots(view, batch, rows, capacity)
+    )
+    return _take(view.keys, slots, rows), _take(view.values, slots, rows)
 
 
-def _slots(view: PagedView, batch: Batch, rows: int, capacity: int) -> Tensor:
+def _slots(view: DenseView | PagedView, batch: Batch, rows: int, capacity: int) -> Tensor:
     block_size = view.keys.shape[1]
-    last = (batch.context_lens[:rows].to(torch.int64) - 1).clamp_(min=0)
-    positions = torch.arange(capacity, device=last.device)
-    positions = torch.minimum(positions, last[:, None])
+    last = (batch.context_lens[:rows].to(torch.int64) - 1).clamp_(min=0)[:, None]
+    positions = torch.minimum(torch.arange(capacity, device=last.device), last)
+    if isinstance(view, DenseView):
+        return (torch.arange(rows, device=last.device)[:, None] * block_size + positions).view(-1)
     blocks = view.block_tables[:rows].to(torch.int64).gather(1, positions // block_size)
     return (blocks * block_size + positions % block_size).view(-1)
 
 
 def _take(pool: Tensor, slots: Tensor, rows: int) -> Tensor:
     return pool.flatten(0, 1).index_select(0, slots).view(rows, -1, *pool.shape[2:])
-
-
-def _unwritten(batch: Batch, rows: int, capacity: int) -> Tensor:
-    keys = torch.arange(capacity, device=batch.context_lens.device)
-    return (keys >= batch.context_lens[:rows, None])[:, :, None, None]
