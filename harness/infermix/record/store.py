@@ -86,9 +86,9 @@ def read_record(path: Path, kind: type[Summary] = Record) -> Summary:
 def scan_records(directory: Path) -> Scan[Summary]: ...
 @overload
 def scan_records(directory: Path, kind: type[S]) -> Scan[S]: ...
-def scan_records(directory: Path, kind: type[Summary] = Summary) -> Scan[Summary]:
+def scan_records(directory: Path, kind: type[Any] = Summary) -> Scan[Any]:
     """Every record below `directory`, in order of path. Files that are no readable record become warnings."""
-    scan: Scan[Summary] = Scan()
+    scan: Scan[Any] = Scan()
     for path in record_files(directory):
         try:
             record = read_record(path, kind)
