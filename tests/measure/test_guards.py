@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from infermix.errors import UserError
 from infermix.measure.guards import GUARD_LIMITS, GUARDS, Evidence, check_guard_names, run_guards
 from infermix.record.record import Repeat, RequestSample
 
-QUIET = {
+QUIET: dict[str, Any] = {
     "load_average": 0.5,
     "num_cores": 2,
     "cpu_run_s": 1.0,
@@ -19,7 +21,7 @@ QUIET = {
     "outputs_off": 0,
     "shareable_tokens": 0,
 }
-QUIET_CUDA = {**QUIET, "throttled_share": {"thermal": 0.0, "power": 0.0}, "other_processes": 0}
+QUIET_CUDA: dict[str, Any] = {**QUIET, "throttled_share": {"thermal": 0.0, "power": 0.0}, "other_processes": 0}
 
 
 def repeat(

@@ -111,6 +111,8 @@ def test_one_value_per_repeat_and_the_interval_over_them() -> None:
     metric = summarise(repeats)["output_tokens_per_s"]
     assert metric.samples == [1.0, 2.0, 4.0]
     assert metric.value == pytest.approx(7 / 3)
+    assert metric.ci_low is not None
+    assert metric.ci_high is not None
     # t(0.975, 2) = 4.302653, s = 1.527525
     assert metric.ci_high - metric.value == pytest.approx(4.302653 * 1.527525 / 3**0.5, rel=1e-6)
     assert metric.value - metric.ci_low == pytest.approx(metric.ci_high - metric.value)

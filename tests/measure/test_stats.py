@@ -5,6 +5,7 @@ from random import Random
 
 import pytest
 from infermix.measure.stats import (
+    Drift,
     abba,
     drift,
     is_steady,
@@ -16,6 +17,12 @@ from infermix.measure.stats import (
     unpaired_ratio,
     wilson_interval,
 )
+
+
+def line(samples: list[float]) -> Drift:
+    found = drift(samples)
+    assert found is not None
+    return found
 
 
 # Values of the usual printed tables of Student's t.
@@ -67,6 +74,8 @@ def test_mean_interval_covers_as_often_as_it_says(repeats: int) -> None:
     random, covered, trials = Random(1), 0, 4000
     for _ in range(trials):
         interval = mean_interval([random.gauss(100, 7) for _ in range(repeats)])
+        assert interval.low is not None
+        assert interval.high is not None
         covered += interval.low <= 100 <= interval.high
     assert covered / trials == pytest.approx(0.95, abs=0.012)  # 3.5 standard errors
 
@@ -91,7 +100,7 @@ def test_pairing_removes_what_both_share() -> None:
 
 def test_abba_cancels_a_linear_drift() -> None:
     assert abba(4) == ["A", "B", "B", "A", "A", "B", "B", "A"]
-    times = {"A": [], "B": []}
+    times: dict[str, list[float]] = {"A": [], "B": []}
     for index, label in enumerate(abba(8)):
         times[label].append(math.exp(0.01 * index) * {"A": 1.2, "B": 1.0}[label])
     assert paired_ratio(times["A"], times["B"]).ratio == pytest.approx(1.2, rel=1e-12)
@@ -152,7 +161,7 @@ def test_steady(rates: list[float], steady: bool) -> None:
 
 def test_drift_by_hand() -> None:
     """Slope 1 over 0..3, residuals +-0.2: the p-value is that of the t with 2 degrees of freedom."""
-    found = drift([10.2, 10.8, 11.8, 13.2])
+    found = line([10.2, 10.8, 11.8, 13.2])
     assert found.change == pytest.approx(3 / 11.5)
     residual = sum(e**2 for e in (0.2, -0.2, -0.2, 0.2))
     t = 1 / math.sqrt(residual / 2 / 5)
@@ -162,11 +171,11 @@ def test_drift_by_hand() -> None:
 def test_drift_needs_three_repeats_and_finds_none_in_noise() -> None:
     assert drift([1.0, 2.0]) is None
     assert drift([0.0, 0.0, 0.0]) is None
-    assert drift([5.0, 5.0, 5.0]).p_value == 1.0
-    assert drift([5.0, 6.0, 7.0]).p_value == 0.0
+    assert line([5.0, 5.0, 5.0]).p_value == 1.0
+    assert line([5.0, 6.0, 7.0]).p_value == 0.0
     random, alarms = Random(5), 0
     for _ in range(2000):
-        alarms += drift([random.gauss(10, 1) for _ in range(5)]).p_value < 0.05
+        alarms += line([random.gauss(10, 1) for _ in range(5)]).p_value < 0.05
     assert alarms / 2000 == pytest.approx(0.05, abs=0.017)
 
 
