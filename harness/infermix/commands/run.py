@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 HELP = "run or resume an experiment"
 
 _INTERRUPTED = 130
+_ROWS = 30
 
 EPILOG = """exit status: 0 when cells ran well, 1 when a cell ended in error or wrong or none ended well,
 2 for bad input, 130 after Ctrl-C; finished cells are kept and the next run resumes"""
@@ -53,7 +54,7 @@ def execute(args: Namespace) -> int:
     except KeyboardInterrupt:
         console.print("interrupted: finished cells are kept; the same command resumes", markup=False)
         return _INTERRUPTED
-    _publish(records, _directory(args, records))
+    _publish(_directory(args, records))
     return exit_status(records)
 
 
@@ -92,16 +93,8 @@ def _directory(args: Namespace, records: Sequence[Record]) -> Path:
     return args.out or Path("results") / records[0].experiment_name
 
 
-def _publish(records: Sequence[Record], directory: Path) -> None:
-    """The table of this run, then the leaderboard of everything in its folder."""
-    from rich.console import Console
+def _publish(directory: Path) -> None:
+    """The tables and files of everything in the folder, this run included."""
+    from infermix.commands import leaderboard
 
-    from infermix.api import leaderboard
-    from infermix.report.board import build_board
-    from infermix.report.text import board_tables
-
-    console = Console()
-    for table in board_tables(build_board(records)):
-        console.print(table)
-    files = leaderboard(directory)
-    console.print(f"records and leaderboard: {files[0].parent}", markup=False, highlight=False)
+    leaderboard.execute(Namespace(directory=directory, out=None, rows=_ROWS))
