@@ -31,7 +31,7 @@ def resolve_source(model: ModelSource, base: Path) -> ResolvedSource:
     downloaded, weights are not: `fetch_weights` does that. Raises `UserError` for anything that cannot be found or
     read, naming it.
     """
-    found = _locate(model, base)
+    found = locate_model(model, base)
     if model.weights == "dummy":
         return _as_dummy(found, model)
     if found.kind == "dummy":
@@ -63,7 +63,11 @@ def fetch_weights(source: ResolvedSource) -> ResolvedSource:
     return replace(source, directory=directory)
 
 
-def _locate(model: ModelSource, base: Path) -> ResolvedSource:
+def locate_model(model: ModelSource, base: Path) -> ResolvedSource:
+    """The model as it lies there, with or without weights (then its kind is `dummy`); no overrides are applied.
+
+    Raises the errors of `resolve_source`.
+    """
     name = model.source
     if name.startswith(_PACKAGE):
         return _from_package(name, name.removeprefix(_PACKAGE))

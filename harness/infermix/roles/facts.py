@@ -118,7 +118,10 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Measured limits of one machine: bytes/s of a device copy (read + write), FLOP/s of a matmul per dtype."""
+    """Measured limits of one machine: bytes/s of a device copy (read + write), FLOP/s of a matmul per dtype.
+
+    On a CPU the bytes/s are those of plain reads where these are faster than a copy.
+    """
 
     copy_bytes_per_s: float | None = None
     matmul_flops_per_s: dict[str, float] = field(default_factory=dict)
