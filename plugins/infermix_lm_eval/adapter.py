@@ -149,8 +149,8 @@ def sampling_params(settings: Mapping[str, Any], seed: int) -> SamplingParams:
     """lm-eval's generation settings as ours. Raises `UserError` for one that has no counterpart."""
     rest: dict[str, Any] = dict(normalize_gen_kwargs(dict(settings)))
     stop = tuple(text for text in rest.pop("until") if text)
-    max_new_tokens, do_sample = rest.pop("max_gen_toks"), rest.pop("do_sample")
-    temperature = rest.pop("temperature")
+    max_new_tokens, do_sample = rest.pop("max_gen_toks"), rest.pop("do_sample", False)
+    temperature = rest.pop("temperature", 1.0)
     known = {key: rest.pop(key) for key in SAMPLING_KEYS if key in rest}
     foreign = {key: value for key, value in rest.items() if NEUTRAL_SETTINGS.get(key) != value}
     if foreign:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import lm_eval
+from datasets.exceptions import DatasetsError
 from infermix.errors import UserError, nearest
 from infermix.quality.corpus import require_tokenizer
 from infermix.roles.engine import Engine
@@ -84,58 +85,61 @@ class LmEvalEvaluator:
     def _load(self, manager: TaskManager) -> list[Any]:
         try:
             loaded = manager.load(list(self._options.tasks))
-        except (OSError, ValueError, KeyError, ImportError) as error:
+        except (OSError, ValueError, KeyError, ImportError, DatasetsError) as error:
             raise UserError(
                 f"the tasks {', '.join(self._options.tasks)} cannot be loaded: {error}",
                 key="quality.lm_eval.tasks",
                 hint="data from the Hugging Face hub need a network or a filled cache",
             ) from error
-        return list(loaded["tasks"].values())
+        groups = [group for name, group in loaded["groups"].items() if name in self._options.tasks]
+        inside = {task.task_name for group in groups for task in group.get_all_tasks()}
+        return [*groups, *(task for name, task in loaded["tasks"].items() if name not in inside)]
 
 
 def task_metrics(task: str, results: Any, options: LmEvalOptions, shared: dict[str, Any]) -> Iterator[Quality]:
-    """The metrics of one task. Names look like `hellaswag.acc_norm[fewshot=0,limit=200,bos=none,version=1.0]`."""
+    """The metrics of one task. Names look like `hellaswag.acc_norm[fewshot=0,limit=200,bos=none,version=1.0]`.
+
+    `details` of the first one hold the log-likelihood of every choice of every item, for paired comparison.
+    """
     version, fewshot = results["versions"].get(task), results["n-shot"].get(task, 0)
     limit = options.limit or "none"
     protocol = f"fewshot={fewshot},limit={limit},bos={options.bos},version={version}"
+    details = {**shared, "task_version": version, "num_fewshot": fewshot}
+    values = results["results"][task]
     items = results.get("samples", {}).get(task, [])
-    for key, value in results["results"][task].items():
+    choices = _log_likelihoods(items)
+    for key, value in values.items():
         metric, _, chosen = key.partition(",")
         if not chosen or metric.endswith("_stderr") or not isinstance(value, int | float):
             continue
-        stderr = results["results"][task].get(f"{metric}_stderr,{chosen}")
         own = [item for item in items if item["filter"] == chosen]
-        label = metric if chosen == "none" else f"{metric},{chosen}"
         higher = results["higher_is_better"].get(task, {}).get(metric)
+        stderr = values.get(f"{metric}_stderr,{chosen}")
         yield Quality(
-            name=f"{task}.{label}[{protocol}]",
+            name=f"{task}.{metric if chosen == 'none' else key}[{protocol}]",
             value=float(value),
-            unit="ratio" if higher else metric,
+            unit=metric if higher is False else "ratio",
             better="lower" if higher is False else "higher",
             stderr=float(stderr) if isinstance(stderr, int | float) else None,
             samples=_per_item(metric, own),
-            details={
-                **shared,
-                "task_version": version,
-                "filter": chosen,
-                "num_fewshot": fewshot,
-                "num_items": len(own),
-                "log_likelihoods": _log_likelihoods(own),
-            },
+            details={**details, "filter": chosen, "num_items": len(own)}
+            | ({"log_likelihoods": choices} if choices else {}),
         )
+        choices = []
 
 
 def _per_item(metric: str, items: Sequence[dict[str, Any]]) -> list[float]:
-    """One number per item; (sum, weight) pairs, as perplexities have, become their ratio."""
-    values = [item.get(metric) for item in items]
-    pairs = [(value, 1.0) if not isinstance(value, tuple) else value for value in values]
-    if not all(len(pair) == 2 and isinstance(pair[0], int | float) for pair in pairs):
-        return []
-    return [float(value) / float(weight) for value, weight in pairs]
+    """One number per item; (log-likelihood, weight) pairs, as perplexities have, become nats per unit of weight."""
+    values: list[Any] = [item.get(metric) for item in items]
+    if all(isinstance(value, int | float) for value in values):
+        return [float(value) for value in values]
+    if all(isinstance(value, tuple) and len(value) == 2 for value in values):
+        return [-float(total) / float(weight) for total, weight in values]
+    return []
 
 
 def _log_likelihoods(items: Sequence[dict[str, Any]]) -> list[list[float]]:
-    """Per item, the log-likelihood of each choice; empty for tasks that generate text."""
+    """Per item, the log-likelihood of each choice; empty for tasks that ask for something else."""
     rows = []
     for item in items:
         answers = [responses[0] for responses in item["resps"]]

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from infermix.errors import UserError
 from infermix.roles.engine import EngineReport, Score, ScoreRequest
 from infermix.roles.evaluator import EvaluatorContext

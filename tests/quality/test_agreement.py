@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-
 from infermix.errors import InfermixError, UserError
 from infermix.quality.agreement import AgreementEvaluator
 from infermix.quality.components import AgreementOptions

@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-
 from infermix.errors import InfermixError, UserError
 from infermix.quality.components import PerplexityOptions
 from infermix.quality.perplexity import PerplexityEvaluator, WindowLoss, mean_and_stderr, windows

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-
 from infermix.errors import UserError
 from infermix.roles.component import Choice, Component, Provenance, Registered, Role
 from infermix.roles.engine import EngineContext, ScoreRequest
@@ -105,9 +104,7 @@ def test_ignore_eos_runs_to_the_length_but_stop_tokens_still_stop(make_engine, l
     assert (ignoring.tokens, ignoring.reason) == (tokens, FinishReason.LENGTH)
     stop = tokens[4]
     first = tokens.index(stop) + 1
-    stopping = run(
-        engine, request("b", PROMPTS[0], max_new_tokens=8, ignore_eos=True, stop_token_ids=(stop,))
-    )["b"]
+    stopping = run(engine, request("b", PROMPTS[0], max_new_tokens=8, ignore_eos=True, stop_token_ids=(stop,)))["b"]
     assert (stopping.tokens, stopping.reason) == (tokens[:first], FinishReason.STOP)
 
 
@@ -120,7 +117,7 @@ def test_min_new_tokens_keeps_eos_away(make_engine, llama):
 
 
 def test_a_stop_string_ends_with_the_token_that_completes_it(make_engine, llama, byte_tokenizer):
-    tokens = [token for token in greedy(llama, PROMPTS[0], 30)]
+    tokens = greedy(llama, PROMPTS[0], 30)
     text = byte_tokenizer.decode(tokens)
     stop = next(text[i : i + 2] for i in range(3, len(text) - 2) if text[i : i + 2].isascii())
     expected = next(n for n in range(1, 31) if stop in byte_tokenizer.decode(tokens[:n]))
@@ -253,9 +250,7 @@ class Doubling:
 
 def test_a_saved_model_is_loaded_and_handed_to_the_quantizer(llama, tmp_path, ticks):
     llama.save_pretrained(tmp_path)
-    component = Component(
-        name="doubling", role=Role.QUANTIZER, summary="", build=lambda options, context: Doubling()
-    )
+    component = Component(name="doubling", role=Role.QUANTIZER, summary="", build=lambda options, context: Doubling())
     choice = Choice(Registered(component, Provenance("test", "0", "test")), None)
     context = EngineContext(
         source=ResolvedSource("tiny", "safetensors", tmp_path, config=llama.config.to_dict()),

@@ -44,7 +44,7 @@ def mean_and_stderr(samples: Sequence[float]) -> tuple[float, float | None]:
 
 
 class AgreementEvaluator:
-    """Metrics `kl_divergence`, `top1_agreement`, `first_divergence`, `greedy_identical` (the last two with tokens).
+    """Metrics `kl_divergence`, `top1_agreement`, `first_divergence`, `greedy_identical`.
 
     Samples are one value per sequence. `details` hold the counts behind the rule for lossless parts:
     `disagreements`, `excused`, and `lossless`: all are excused, and these are at most 1 % of the cases.
@@ -121,9 +121,7 @@ class AgreementEvaluator:
             "divergences": [case.divergence for case in cases],
             **_verdict(int(sum(until)) + len(differing), len(differing), excused),
         }
-        protocol = (
-            f"{label},prompts={len(cases)},prompt_tokens={options.prompt_tokens},tokens={options.new_tokens}"
-        )
+        protocol = f"{label},prompts={len(cases)},prompt_tokens={options.prompt_tokens},tokens={options.new_tokens}"
         same = [float(case.divergence is None) for case in cases]
         return [
             _metric(f"first_divergence[{protocol}]", until, "tokens", "higher", details),
@@ -150,9 +148,7 @@ class AgreementEvaluator:
 
 def _metric(name: str, samples: list[float], unit: str, better: str, details: dict[str, Any]) -> Quality:
     mean, stderr = mean_and_stderr(samples)
-    return Quality(
-        name=name, value=mean, unit=unit, better=better, stderr=stderr, samples=samples, details=details
-    )
+    return Quality(name=name, value=mean, unit=unit, better=better, stderr=stderr, samples=samples, details=details)
 
 
 def _verdict(num_cases: int, disagreements: int, excused: int) -> dict[str, Any]:

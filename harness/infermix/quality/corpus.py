@@ -20,9 +20,7 @@ def require_tokenizer(engine: Engine, evaluator: str) -> Tokenizer:
     return engine.tokenizer
 
 
-def corpus_tokens(
-    name: str, base: Path, tokenizer: Tokenizer, num_tokens: int | None
-) -> tuple[Corpus, list[int]]:
+def corpus_tokens(name: str, base: Path, tokenizer: Tokenizer, num_tokens: int | None) -> tuple[Corpus, list[int]]:
     """The corpus and its first `num_tokens` token ids (`None`: all), without the tokenizer's BOS.
 
     Raises `UserError` when the corpus holds fewer tokens than that.

@@ -62,7 +62,7 @@ def mean_and_stderr(losses: list[WindowLoss]) -> tuple[float, float | None]:
 
 
 class PerplexityEvaluator:
-    """One metric, `perplexity[...]`; its name carries corpus, protocol, window, stride, BOS policy, tokens."""
+    """One metric, `perplexity[...]`; its name carries corpus, protocol, window, stride, BOS and tokens."""
 
     def __init__(self, options: PerplexityOptions, context: EvaluatorContext) -> None:
         self._options, self._context = options, context
@@ -81,9 +81,7 @@ class PerplexityEvaluator:
         if self._options.bos == "none":
             return ()
         if tokenizer.bos_token_id is None:
-            raise UserError(
-                "this tokenizer has no BOS token", key="quality.perplexity.bos", hint="use bos: none"
-            )
+            raise UserError("this tokenizer has no BOS token", key="quality.perplexity.bos", hint="use bos: none")
         return (tokenizer.bos_token_id,)
 
     def _score(self, engine: Engine, ids: list[int], prefix: tuple[int, ...]) -> list[WindowLoss]:
@@ -104,9 +102,7 @@ class PerplexityEvaluator:
         # A sequence's very first token has nothing before it that could predict it.
         return ScoreRequest(tokens, max(first, 1), self._options.protocol)
 
-    def _metric(
-        self, corpus: Corpus, ids: list[int], losses: list[WindowLoss], tokenizer: Tokenizer
-    ) -> Quality:
+    def _metric(self, corpus: Corpus, ids: list[int], losses: list[WindowLoss], tokenizer: Tokenizer) -> Quality:
         mean, stderr = mean_and_stderr(losses)
         if not math.isfinite(mean):
             raise InfermixError(f"perplexity: the engine's log-probabilities are not finite (mean {-mean})")

@@ -51,8 +51,6 @@ def _read_text(path: Path) -> str:
         hint = f"give a path relative to {path.parent}, or {PYDOC_TOPICS}, which ships with Python"
         raise UserError("there is no such corpus file", where=str(path), hint=hint) from None
     except UnicodeDecodeError as error:
-        raise UserError(
-            f"not UTF-8 text: {error}", where=str(path), hint="convert the file to UTF-8"
-        ) from None
+        raise UserError(f"not UTF-8 text: {error}", where=str(path), hint="convert the file to UTF-8") from None
     except OSError as error:
         raise UserError(f"cannot read the corpus: {error.strerror}", where=str(path)) from None
