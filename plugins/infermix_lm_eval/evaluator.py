@@ -16,7 +16,7 @@ from infermix.roles.evaluator import EvaluatorContext, Quality
 from lm_eval.tasks import TaskManager
 
 from infermix_lm_eval.adapter import EngineLM
-from infermix_lm_eval.local_tasks import find_tasks, write_overlays
+from infermix_lm_eval.local_tasks import all_local, find_tasks, write_overlays
 from infermix_lm_eval.plugin import LmEvalOptions
 
 #: Resamples behind the standard error of metrics that are not means.
@@ -69,7 +69,7 @@ class LmEvalEvaluator:
         local = list(find_tasks(folder))
         write_overlays(local, overlays)
         # The index of lm-eval's own tasks takes seconds to build: only when a name is not among the local ones.
-        complete = set(self._options.tasks) <= {task.name for task in local}
+        complete = all_local(self._options.tasks, local)
         return TaskManager(include_path=[str(folder), str(overlays)], include_defaults=not complete)
 
     def _refuse_unknown(self, manager: TaskManager) -> None:

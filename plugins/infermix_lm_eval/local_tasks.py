@@ -6,8 +6,8 @@ task an overlay is written that includes the original and names its data files a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,24 +24,45 @@ _Loader.add_multi_constructor("!", lambda loader, suffix, node: None)
 
 @dataclass(frozen=True)
 class LocalTask:
-    """One YAML file that defines `task`."""
+    """One YAML file that defines a task, or a group with its `members`."""
 
     name: str
     path: Path
-    dataset_kwargs: dict[str, Any]
+    dataset_kwargs: dict[str, Any] = field(default_factory=dict)
+    tags: tuple[str, ...] = ()
+    members: tuple[str, ...] = ()
 
 
 def find_tasks(folder: Path) -> Iterator[LocalTask]:
-    """Every task below `folder`. Raises `UserError` for a folder that is not there and for broken YAML."""
+    """Tasks and groups below `folder`. Raises `UserError` for a folder that is not there and for broken YAML."""
     if not folder.is_dir():
         raise UserError("there is no such folder", where=str(folder), key="quality.lm_eval.include_path")
     for path in sorted((*folder.rglob("*.yaml"), *folder.rglob("*.yml"))):
         config = _read(path)
-        if isinstance(config, dict) and isinstance(config.get("task"), str):
-            yield LocalTask(config["task"], path.resolve(), config.get("dataset_kwargs") or {})
+        if not isinstance(config, dict):
+            continue
+        task, group = config.get("task"), config.get("group")
+        if isinstance(task, str):
+            kwargs = config.get("dataset_kwargs") or {}
+            yield LocalTask(task, path.resolve(), kwargs, tags=_names(config.get("tag")))
+        elif isinstance(group, str):
+            yield LocalTask(group, path.resolve(), members=_names(task))
 
 
-def write_overlays(tasks: Iterator[LocalTask] | list[LocalTask], target: Path) -> None:
+def all_local(wanted: Sequence[str], tasks: Sequence[LocalTask]) -> bool:
+    """Whether every wanted name, and every member of a local group, is defined by `tasks` themselves."""
+    known = {name for task in tasks for name in (task.name, *task.tags)}
+    return known.issuperset(wanted) and all(known.issuperset(task.members) for task in tasks)
+
+
+def _names(value: Any) -> tuple[str, ...]:
+    """Names in a `tag` or in a group's `task` list, whose entries may be mappings."""
+    entries = value if isinstance(value, list) else [value]
+    named = [entry.get("task") if isinstance(entry, dict) else entry for entry in entries]
+    return tuple(name for name in named if isinstance(name, str))
+
+
+def write_overlays(tasks: Iterable[LocalTask], target: Path) -> None:
     """Write an overlay into `target` for each task with data files. Raises `UserError` when one is missing."""
     for number, task in enumerate(tasks):
         if "data_files" not in task.dataset_kwargs:

@@ -15,7 +15,7 @@ from infermix.errors import UserError
 from infermix.roles.engine import ScoreRequest
 from infermix_lm_eval.adapter import EngineLM, sampling_params
 from infermix_lm_eval.evaluator import LmEvalEvaluator
-from infermix_lm_eval.local_tasks import find_tasks, write_overlays
+from infermix_lm_eval.local_tasks import all_local, find_tasks, write_overlays
 from infermix_lm_eval.plugin import LmEvalOptions
 from infermix_transformers.engine import TransformersEngine
 from infermix_transformers.plugin import TransformersOptions
@@ -172,6 +172,15 @@ def test_bad_task_folders_are_refused(content, message, tmp_path):
         (folder / "x.yaml").write_text(content)
     with pytest.raises(UserError, match=message):
         list(find_tasks(folder))
+
+
+def test_lm_evals_own_tasks_are_indexed_only_when_they_are_needed(tmp_path):
+    (tmp_path / "a.yaml").write_text("task: a\ntag: [letters, all]\n")
+    (tmp_path / "g.yaml").write_text("group: g\ntask: [a, {task: hellaswag}]\n")
+    tasks = list(find_tasks(tmp_path))
+    assert all_local(["a", "letters"], tasks[:1])
+    assert not all_local(["a", "hellaswag"], tasks[:1])
+    assert not all_local(["g"], tasks)
 
 
 def test_functions_in_task_files_are_not_run_to_find_them(tmp_path):
