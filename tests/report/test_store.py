@@ -9,10 +9,16 @@ from pathlib import Path
 
 import msgspec
 import pytest
-
 from infermix.errors import UserError
 from infermix.record.record import Metric, Record, Repeat, RequestSample, Summary
-from infermix.record.store import complete_cells, find_complete, read_record, record_file_name, scan_records, write_record
+from infermix.record.store import (
+    complete_cells,
+    find_complete,
+    read_record,
+    record_file_name,
+    scan_records,
+    write_record,
+)
 
 
 def test_round_trip(make_record, tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-
 from infermix.record.environment import capture_environment, git_state, package_versions
 from infermix.record.track import track_id, track_title
 from infermix.roles.facts import Ceilings, MachineFacts
@@ -27,7 +26,12 @@ def test_the_mix_does_not_change_the_track(make_record) -> None:
         {"model": {"digest": "m2"}},
         {"device": "cuda"},
         {"environment": {"machine": {"fingerprint": "f2"}}},
-        {"experiment": {"model": {"weights": "dummy"}, "workload": {"name": "prompts", "options": {"num_requests": 8}}}},
+        {
+            "experiment": {
+                "model": {"weights": "dummy"},
+                "workload": {"name": "prompts", "options": {"num_requests": 8}},
+            }
+        },
         {"experiment": {"model": {}, "workload": {"name": "prompts", "options": {"num_requests": 9}}}},
         {"experiment": {"model": {}, "workload": {"name": "prompts", "options": {"num_requests": 8}}, "seed": 1}},
     ],
@@ -38,7 +42,10 @@ def test_what_changes_the_track(make_record, change: dict) -> None:
 
 
 def test_title_names_model_machine_and_dummy_weights(make_record) -> None:
-    experiment = {"model": {"source": "/home/someone/models/llama", "weights": "dummy"}, "workload": {"name": "synthetic"}}
+    experiment = {
+        "model": {"source": "/home/someone/models/llama", "weights": "dummy"},
+        "workload": {"name": "synthetic"},
+    }
     title = track_title(make_record(model={}, experiment=experiment))
     assert title == "llama (dummy weights), synthetic, cpu (Test CPU)"
 

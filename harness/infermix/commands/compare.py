@@ -48,14 +48,14 @@ def execute(args: argparse.Namespace) -> int:
         _check_rules(rules, sides)
         refusal = None if args.force else _refusal(sides)
         if refusal:
-            stderr.print(Text(f"not comparable: {refusal}; --force compares anyway", style="red"))
+            stderr.print(Text(f"not comparable: {refusal}; --force compares anyway", style="red"), soft_wrap=True)
             return NOT_COMPARABLE
         fired = _report(sides, args.metric, rules, console)
     except UserError as error:
-        stderr.print(Text(f"error: {error}", style="red"))
+        stderr.print(Text(f"error: {error}", style="red"), soft_wrap=True)
         return BAD_INPUT
     for message in fired:
-        stderr.print(Text(f"failed: {message}", style="bold red"))
+        stderr.print(Text(f"failed: {message}", style="bold red"), soft_wrap=True)
     return FIRED if fired else FINE
 
 
@@ -63,7 +63,7 @@ def _load(a: str, b: str, stderr: Console) -> Sides:
     left, first = load_side(a)
     right, second = load_side(b)
     for warning in (*first, *second):
-        stderr.print(Text(f"warning: {warning}", style="yellow"))
+        stderr.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
     return match(left, right)
 
 
@@ -93,17 +93,17 @@ def _report(sides: Sides, metrics: Sequence[str], rules: Sequence[FailIf], conso
     for pair in sides.pairs:
         differences, problem = _differences(pair, wanted, rules)
         claims += sum(each.has_interval for each in differences)
-        console.print(difference_table(differences, pair.name))
         if problem:
-            console.print(Text(problem, style="yellow"))
+            console.print(Text(problem, style="yellow"), soft_wrap=True)
             fired += [problem] if rules else []
             continue
+        console.print(difference_table(differences, pair.name))
         fired += _fired(pair, differences, rules)
     for name in sides.only_a:
-        console.print(Text(f"only in A: {name}", style="yellow"))
+        console.print(Text(f"only in A: {name}", style="yellow"), soft_wrap=True)
         fired += [f"{name}: B has no such cell"] if rules else []
     for name in sides.only_b:
-        console.print(Text(f"only in B: {name}", style="yellow"))
+        console.print(Text(f"only in B: {name}", style="yellow"), soft_wrap=True)
     console.print(
         Text(f"{claims} intervals at 95 %: about {claims * 0.05:.1f} exclude zero by chance alone", style="dim")
     )

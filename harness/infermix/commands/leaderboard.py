@@ -28,13 +28,13 @@ def execute(args: argparse.Namespace) -> int:
     board = build_board(scan.records, _published(scan.warnings, args.directory))
     console = Console()
     for warning in scan.warnings:
-        Console(stderr=True).print(Text(f"warning: {warning}", style="yellow"))
+        Console(stderr=True).print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
     for table in board.tables:
         _print_table(table, console, args.rows)
     if not board.tables:
         console.print(Text(f"no complete records in {args.directory}"))
     written = write_board(board, args.out or _folder(args.directory))
-    console.print(Text("\n".join(f"wrote {path}" for path in written)))
+    console.print(Text("\n".join(f"wrote {path}" for path in written)), soft_wrap=True)
     _print_unfinished(board, console)
     return 0
 
@@ -51,7 +51,7 @@ def _published(warnings: list[str], directory: Path) -> list[str]:
 def _print_table(table: Table, console: Console, limit: int) -> None:
     console.print(Text(table.title, style="bold"))
     for caution in table.cautions:
-        console.print(Text(caution, style="yellow"))
+        console.print(Text(caution, style="yellow"), soft_wrap=True)
     console.print(leaderboard_table(table, limit))
     if len(table.rows) > limit:
         console.print(Text(f"and {len(table.rows) - limit} more rows in the files", style="dim"))
@@ -59,4 +59,4 @@ def _print_table(table: Table, console: Console, limit: int) -> None:
 
 def _print_unfinished(board: Board, console: Console) -> None:
     if board.unfinished:
-        console.print(Text(f"{board.unfinished} unfinished records take no part", style="yellow"))
+        console.print(Text(f"{board.unfinished} unfinished records take no part", style="yellow"), soft_wrap=True)

@@ -53,7 +53,7 @@ def write_record(record: Record, directory: Path) -> Path:
     cannot be written.
     """
     path = Path(directory) / record_file_name(record)
-    _write_atomically(path, _encode(_without_non_finite(record)))
+    write_atomically(path, _encode(_without_non_finite(record)))
     return path
 
 
@@ -142,6 +142,23 @@ def find_complete(directory: Path, digest: str) -> Path | None:
     return complete_cells(directory).get(digest)
 
 
+def write_atomically(path: Path, data: bytes) -> None:
+    """Replace `path` as a whole. On failure nothing is left behind, and `UserError` names the path."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _write_and_sync(temporary, data)
+        os.replace(temporary, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise UserError(
+            f"cannot be written: {error.strerror or error}",
+            where=str(path),
+            hint="free space or choose another folder",
+        ) from error
+
+
 def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
@@ -200,22 +217,6 @@ def _is_finite(figure: Any) -> bool:
         values = [figure.value, *figure.samples]  # type: ignore[attr-defined]
         return all(math.isfinite(value) for value in values)
     return math.isfinite(figure)
-
-
-def _write_atomically(path: Path, data: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _write_and_sync(temporary, data)
-        os.replace(temporary, path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise UserError(
-            f"cannot be written: {error.strerror or error}",
-            where=str(path),
-            hint="free space or choose another folder",
-        ) from error
 
 
 def _write_and_sync(path: Path, data: bytes) -> None:

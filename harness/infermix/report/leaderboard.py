@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from infermix.errors import UserError
 from infermix.record.record import Summary
+from infermix.record.store import write_atomically
 from infermix.report.board import Board, build_board
 from infermix.report.html import html
 from infermix.report.markdown import markdown
@@ -25,8 +24,11 @@ def leaderboard(records: Iterable[Summary], directory: Path, warnings: Sequence[
 
 def write_board(board: Board, directory: Path) -> list[Path]:
     """Write an already built board; every file is replaced as a whole."""
-    texts = rendered(board)
-    return [_write(Path(directory) / name, text) for name, text in texts.items()]
+    paths = []
+    for name, text in rendered(board).items():
+        paths.append(Path(directory) / name)
+        write_atomically(paths[-1], text.encode())
+    return paths
 
 
 def rendered(board: Board) -> dict[str, str]:
@@ -37,15 +39,3 @@ def rendered(board: Board) -> dict[str, str]:
         "leaderboard.json": json_text(board),
         "leaderboard.html": html(board),
     }
-
-
-def _write(path: Path, text: str) -> Path:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(text, encoding="utf-8", newline="\n")
-        os.replace(temporary, path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise UserError(f"cannot be written: {error.strerror}", where=str(path)) from error
-    return path
