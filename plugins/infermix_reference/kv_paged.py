@@ -82,7 +82,7 @@ class PagedSpace:
         if table is not None:
             self._give_back(table, 0, self._lengths.pop(seq_id))
 
-    def block_table(self, seq_id: int, group: int = 0) -> Sequence[int]:
+    def block_table(self, seq_id: int, table: int = 0) -> Sequence[int]:
         return self._tables[seq_id]
 
     def fits(self, num_tokens: int) -> bool:

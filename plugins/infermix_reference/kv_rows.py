@@ -79,7 +79,7 @@ class RowSpace:
         heapq.heappush(self._free, table[0])
         self._used_tokens -= self._lengths.pop(seq_id)
 
-    def block_table(self, seq_id: int, group: int = 0) -> Sequence[int]:
+    def block_table(self, seq_id: int, table: int = 0) -> Sequence[int]:
         return self._tables[seq_id]
 
     def fits(self, num_tokens: int) -> bool:

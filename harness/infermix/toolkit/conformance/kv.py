@@ -1,0 +1,221 @@
+"""Conformance of KV layouts: a random life of sequences against plain lists of tensors."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from infermix.errors import UserError
+from infermix.roles.component import Component
+from infermix.roles.kv_space import KVBudget, KVGroup, KVLayout, KVShape
+from infermix.toolkit.conformance.batches import make_batch
+from infermix.toolkit.conformance.component import example_machine, example_model
+
+#: Two groups of different shape and window, keys wider than values in the second.
+GROUPS = (KVGroup((0, 2), 2, 8, 8), KVGroup((1,), 1, 12, 4, window=5))
+BUDGET = KVBudget(max_num_seqs=4, max_model_len=40, element_bytes=4)
+
+
+def check_kv_layout(component: Component, options: Any = None, *, steps: int = 60, seed: int = 0) -> None:
+    """Sizes, bytes, and a random walk of reserve, write, view, truncate, fork, release over both halves."""
+    options = component.options() if options is None else options
+    layout: KVLayout = component.build(options, None)
+    provided = component.provides(options, example_model(), example_machine("cpu"))
+    shape = layout.shape(GROUPS, BUDGET)
+    _check_sizes(layout, shape, provided)
+    life = _Life(layout, shape, provided, random.Random(seed))
+    for _ in range(steps):
+        life.step()
+    life.end()
+    _check_full(layout, shape)
+
+
+def _check_sizes(layout: KVLayout, shape: KVShape, provided: frozenset[str]) -> None:
+    full = sum(group.bytes_per_token(BUDGET.element_bytes) for group in GROUPS)
+    assert shape.bytes_per_token in (0, full), f"{shape.bytes_per_token} bytes a token, expected {full}"
+    store = layout.store(shape, "cpu", torch.float32)
+    held = store.allocated_bytes()
+    if "kv:preallocated" in provided:
+        assert held == shape.bytes, f"the shape says {shape.bytes} bytes, the store holds {held}"
+        tokens = (shape.num_blocks + 1) * shape.block_size
+        assert shape.bytes == tokens * shape.bytes_per_token, "the shape's bytes are not those of its blocks and sink"
+    assert held <= shape.bytes, f"the shape says {shape.bytes} bytes, the store holds {held}"
+    if shape.bytes:
+        _check_budget(layout, shape)
+
+
+def _check_budget(layout: KVLayout, shape: KVShape) -> None:
+    for max_bytes in (shape.bytes, shape.bytes * 3 // 4):
+        budget = KVBudget(BUDGET.max_num_seqs, BUDGET.max_model_len, BUDGET.element_bytes, max_bytes)
+        capped = layout.shape(GROUPS, budget)
+        assert capped.bytes <= max_bytes, f"{capped.bytes} bytes were taken of {max_bytes}"
+        assert layout.space(capped).fits(BUDGET.max_model_len), "one sequence of the longest length must fit"
+    try:
+        layout.shape(GROUPS, KVBudget(4, 40, 4, max_bytes=64))
+    except UserError:
+        return
+    raise AssertionError("64 bytes for a sequence of 40 tokens were accepted")
+
+
+def _check_full(layout: KVLayout, shape: KVShape) -> None:
+    """As many longest sequences as fit, then no more; all of it comes back."""
+    space = layout.space(shape)
+    admitted = [seq_id for seq_id in range(9) if space.reserve(seq_id, BUDGET.max_model_len)]
+    assert len(admitted) == BUDGET.max_num_seqs, (
+        f"{len(admitted)} sequences fit, {BUDGET.max_num_seqs} were asked for"
+    )
+    assert not space.reserve(99, 1), "a full space accepted another sequence"
+    assert not space.fits(BUDGET.max_model_len + 1), "a sequence beyond max_model_len was said to fit"
+    usage = space.usage()
+    assert usage.used_tokens <= usage.allocated_tokens <= usage.capacity_tokens, f"inconsistent usage: {usage}"
+    for seq_id in admitted:
+        space.release(seq_id)
+    space.release(12345)
+    assert space.reserve(99, BUDGET.max_model_len), "released blocks did not come back"
+
+
+class _Life:
+    """Sequences with known tokens: for each, K and V per layer as they must come back."""
+
+    def __init__(self, layout: KVLayout, shape: KVShape, provided: frozenset[str], rng: random.Random) -> None:
+        self.shape, self.provided, self.rng = shape, provided, rng
+        self.space = layout.space(shape)
+        self.store = layout.store(shape, "cpu", torch.float32)
+        self.known: dict[int, dict[int, tuple[Tensor, Tensor]]] = {}
+        self.next_id = 0
+
+    def step(self) -> None:
+        action = self.rng.choice(("append", "append", "append", "truncate", "fork", "release", "export"))
+        if action == "append" or not self.known:
+            self.append()
+        elif action == "release":
+            self.release(self.rng.choice(sorted(self.known)))
+        elif f"kv:{action}" in self.provided:
+            getattr(self, action)(self.rng.choice(sorted(self.known)))
+        usage = self.space.usage()
+        assert 0 <= usage.used_tokens <= usage.allocated_tokens <= usage.capacity_tokens, f"usage: {usage}"
+
+    def length(self, seq_id: int) -> int:
+        return self.known[seq_id][0][0].shape[0]
+
+    def append(self) -> None:
+        """New tokens for some sequences and perhaps a new one; then every one of them is read back."""
+        chosen = [seq_id for seq_id in sorted(self.known) if self.rng.random() < 0.7]
+        if len(self.known) < BUDGET.max_num_seqs and self.rng.random() < 0.5:
+            chosen.append(self.next_id)
+            self.known[self.next_id] = {layer: self._draw(layer, 0) for group in GROUPS for layer in group.layers}
+            self.next_id += 1
+        self.rng.shuffle(chosen)
+        uniform = self.rng.choice((None, 1, 2))
+        lengths = {seq_id: uniform or self.rng.choice((1, 1, 3, 11)) for seq_id in chosen}
+        grown = [seq_id for seq_id in chosen if self._reserve(seq_id, lengths[seq_id])]
+        if grown:
+            self._write_and_read(grown, [lengths[seq_id] for seq_id in grown])
+        for seq_id in set(chosen) - set(grown):
+            if not self.length(seq_id):
+                self.release(seq_id)
+
+    def _reserve(self, seq_id: int, num_new: int) -> bool:
+        before = self.space.usage()
+        wanted = self.length(seq_id) + num_new
+        if self.space.reserve(seq_id, wanted):
+            table = self.space.block_table(seq_id)
+            assert len(table) * self.shape.block_size >= wanted, "the block table is too short for what was reserved"
+            return True
+        assert self.space.usage() == before, "a refused reservation changed the space"
+        return False
+
+    def _write_and_read(self, ids: Sequence[int], new: Sequence[int]) -> None:
+        pasts = [self.length(seq_id) for seq_id in ids]
+        for seq_id, count in zip(ids, new, strict=True):
+            for layer, old in self.known[seq_id].items():
+                drawn = self._draw(layer, count)
+                self.known[seq_id][layer] = torch.cat((old[0], drawn[0])), torch.cat((old[1], drawn[1]))
+        if self.space.recompute:
+            pasts = [0] * len(ids)
+        contexts = [self.length(seq_id) for seq_id in ids]
+        queries = [context - past for context, past in zip(contexts, pasts, strict=True)]
+        batch = make_batch(
+            queries,
+            contexts,
+            [list(self.space.block_table(seq_id)) for seq_id in ids],
+            block_size=self.shape.block_size,
+            sink_block=self.shape.sink_block,
+            num_groups=len(GROUPS),
+            width=self.shape.blocks_per_seq,
+        )
+        for index, group in enumerate(GROUPS):
+            for layer in group.layers:
+                parts = [self.known[seq_id][layer] for seq_id in ids]
+                k, v = (
+                    torch.cat([part[side][past:] for part, past in zip(parts, pasts, strict=True)]) for side in (0, 1)
+                )
+                self.store.write(layer, k, v, batch, batch.groups[index])
+                view = self.store.view(layer, batch, batch.groups[index])
+                self._compare(view, parts, contexts)
+
+    def _compare(self, view: Any, parts: Sequence[tuple[Tensor, Tensor]], contexts: Sequence[int]) -> None:
+        batched = view.batched(max(contexts)) if hasattr(view, "batched") else None
+        for index, (part, context) in enumerate(zip(parts, contexts, strict=True)):
+            for side, read in enumerate(view.sequence(index, context)):
+                assert torch.equal(read, part[side]), (
+                    f"{type(view).__name__}: sequence {index} reads back differently"
+                )
+                if batched is not None:
+                    same = torch.equal(batched[side][index, :context], part[side])
+                    assert same, f"{type(view).__name__}: batched row {index} differs"
+
+    def truncate(self, seq_id: int) -> None:
+        kept = self.rng.randint(1, self.length(seq_id))
+        if seq_id in self._forked():
+            return
+        self.space.truncate(seq_id, kept)
+        self.known[seq_id] = {layer: (k[:kept], v[:kept]) for layer, (k, v) in self.known[seq_id].items()}
+
+    def _forked(self) -> set[int]:
+        """Sequences that share a block with another: how they may be cut is up to the layout."""
+        tables = {seq_id: set(self.space.block_table(seq_id)) for seq_id in self.known}
+        return {a for a in tables for b in tables if a != b and tables[a] & tables[b]}
+
+    def fork(self, seq_id: int) -> None:
+        if len(self.known) == BUDGET.max_num_seqs:
+            return
+        pairs = self.space.fork(seq_id, self.next_id)
+        if pairs is None:
+            return
+        self.store.copy(pairs)
+        self.known[self.next_id] = dict(self.known[seq_id])
+        self.next_id += 1
+
+    def release(self, seq_id: int) -> None:
+        self.space.release(seq_id)
+        del self.known[seq_id]
+
+    def export(self, seq_id: int) -> None:
+        """Swap out and in again: the blocks come back at another place or the same, with the same content."""
+        if seq_id in self._forked():
+            return
+        length = self.length(seq_id)
+        data = self.store.export_blocks(list(self.space.block_table(seq_id)))
+        self.space.release(seq_id)
+        assert self.space.reserve(seq_id, length), "what was just released did not come back"
+        self.store.import_blocks(list(self.space.block_table(seq_id)), data)
+
+    def end(self) -> None:
+        for seq_id in sorted(self.known):
+            self.release(seq_id)
+        usage = self.space.usage()
+        assert usage.allocated_tokens == 0, f"{usage.allocated_tokens} tokens are still allocated at the end"
+        assert usage.used_tokens == 0, f"{usage.used_tokens} tokens are still in use at the end"
+
+    def _draw(self, layer: int, count: int) -> tuple[Tensor, Tensor]:
+        group = next(group for group in GROUPS if layer in group.layers)
+        generator = torch.Generator().manual_seed(self.rng.getrandbits(32))
+        return (
+            torch.randn(count, group.num_kv_heads, group.key_dim, generator=generator),
+            torch.randn(count, group.num_kv_heads, group.value_dim, generator=generator),
+        )

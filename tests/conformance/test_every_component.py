@@ -1,0 +1,90 @@
+"""Every registered component goes through the checks of its role; one that cannot run here says why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from infermix.plugins import load_catalogue
+from infermix.roles.component import Component, Registered, Role
+from infermix.toolkit import conformance
+
+CATALOGUE = load_catalogue()
+
+#: More points of the option space than the defaults, where a component has them.
+VARIANTS: dict[tuple[Role, str], list[dict[str, Any]]] = {
+    (Role.KV, "paged"): [{"block_size": 1}, {"block_size": 7}, {"block_size": 64}],
+    (Role.QUANTIZER, "rtn"): [
+        {"bits": bits, "granularity": granularity, "group_size": 32, "symmetric": symmetric}
+        for bits in (8, 4)
+        for granularity in ("tensor", "channel", "group")
+        for symmetric in (True, False)
+    ],
+    (Role.SCHEDULER, "static"): [{"batch_size": 1}, {"batch_size": 3}],
+    (Role.SCHEDULER, "continuous"): [
+        {"max_num_seqs": 2},
+        {"max_num_batched_tokens": 4},
+        {"max_num_batched_tokens": 4, "chunked": True},
+        {"max_num_batched_tokens": 16, "chunked": True},
+    ],
+}
+
+
+def _cases(role: Role) -> list[Any]:
+    cases = []
+    for registered in CATALOGUE.all(role):
+        name = registered.component.name
+        for given in [{}, *VARIANTS.get((role, name), [])]:
+            label = ",".join(f"{key}={value}" for key, value in given.items())
+            cases.append(pytest.param(registered, given, id=f"{name}[{label}]" if given else name))
+    return cases
+
+
+def _ready(registered: Registered, given: dict[str, Any]) -> tuple[Component, Any]:
+    component = registered.component
+    if registered.unavailable:
+        pytest.skip(registered.unavailable)
+    options = msgspec.convert(given, component.options)
+    reason = conformance.not_here(component, options, conformance.example_machine())
+    if reason:
+        pytest.skip(reason)
+    return component, options
+
+
+def test_every_plugin_loads() -> None:
+    assert CATALOGUE.errors == {}
+
+
+@pytest.mark.parametrize(
+    "registered",
+    [pytest.param(each, id=f"{each.component.role}-{each.component.name}") for each in CATALOGUE.all()],
+)
+def test_component_is_documented_and_pure(registered: Registered) -> None:
+    conformance.check_component(registered.component)
+
+
+@pytest.mark.parametrize(("registered", "given"), _cases(Role.ATTENTION))
+def test_attention_equals_fp64(registered: Registered, given: dict[str, Any]) -> None:
+    component, options = _ready(registered, given)
+    assert conformance.check_attention(component, options) >= 16
+
+
+@pytest.mark.parametrize(("registered", "given"), _cases(Role.KV))
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_kv_layout_gives_back_what_was_written(registered: Registered, given: dict[str, Any], seed: int) -> None:
+    component, options = _ready(registered, given)
+    conformance.check_kv_layout(component, options, seed=seed)
+
+
+@pytest.mark.parametrize(("registered", "given"), _cases(Role.SCHEDULER))
+def test_scheduler_serves_everyone(registered: Registered, given: dict[str, Any]) -> None:
+    component, options = _ready(registered, given)
+    conformance.check_scheduler(component, options)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("registered", "given"), _cases(Role.QUANTIZER))
+def test_quantizer_keeps_its_word(registered: Registered, given: dict[str, Any], dtype: str) -> None:
+    component, options = _ready(registered, given)
+    conformance.check_quantizer(component, options, dtype=dtype)
