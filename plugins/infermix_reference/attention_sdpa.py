@@ -14,13 +14,13 @@ from infermix_reference import steps
 
 
 class SdpaAttention:
-    """Reads every view (paged ones through a gather); window, any head grouping, Dk != Dv; no softcap, no sinks."""
+    """Reads every view (paged ones through a gather); window, sinks, any head grouping, Dk != Dv; no softcap."""
 
     reads: tuple[type, ...] = (RaggedView, DenseView)
 
     def forward(self, q: Tensor, view: View, batch: Batch, layer: LayerSpec) -> Tensor:
-        if layer.softcap is not None or layer.sinks is not None:
-            raise Unsupported("scaled_dot_product_attention has neither softcap nor sinks; use attention: eager")
+        if layer.softcap is not None:
+            raise Unsupported("scaled_dot_product_attention has no softcap; use attention: eager")
         rows = steps.num_batched_rows(view, batch, on_host=q.device.type == "cpu")
         pieces = [self._batched(q, view, batch, layer, rows)] if rows else []
         if rows < batch.num_seqs:
@@ -35,13 +35,7 @@ class SdpaAttention:
         if not steps.all_visible(batch, rows, query_len, layer.window):
             bias = self._batched_bias(q, batch, layer, rows, capacity)
         folded = steps.fold_heads(q[: rows * query_len], rows, layer.num_kv_heads)
-        out = F.scaled_dot_product_attention(
-            folded,
-            keys.transpose(1, 2),
-            values.transpose(1, 2),
-            attn_mask=bias,
-            scale=layer.scale,
-        )
+        out = _attend(folded, keys, values, bias, layer)
         out = out.masked_fill(batch.context_lens[:rows, None, None, None] == 0, 0)
         return steps.unfold_heads(out, query_len)
 
@@ -74,7 +68,7 @@ class SdpaAttention:
 def _attend_sequence(q: Tensor, keys: Tensor, values: Tensor, batch: Batch, layer: LayerSpec) -> Tensor:
     """`q [n, H, Dk]` at the end of `keys [c, Hkv, Dk]` -> `[n, H, Dv]`."""
     query_len, context = q.shape[0], keys.shape[0]
-    if query_len == context and (layer.window is None or context <= layer.window):
+    if query_len == context and layer.sinks is None and (layer.window is None or context <= layer.window):
         return _attend_prefill(q, keys, values, layer)
     bias = None
     if query_len > 1:
@@ -86,10 +80,7 @@ def _attend_sequence(q: Tensor, keys: Tensor, values: Tensor, batch: Batch, laye
             lambda: _bias(steps.sequence_mask(query_len, context, layer.window, q.device)[None], group, q.dtype),
         )
     folded = steps.fold_heads(q, 1, layer.num_kv_heads)
-    out = F.scaled_dot_product_attention(
-        folded, keys[None].transpose(1, 2), values[None].transpose(1, 2), attn_mask=bias, scale=layer.scale
-    )
-    return steps.unfold_heads(out, query_len)
+    return steps.unfold_heads(_attend(folded, keys[None], values[None], bias, layer), query_len)
 
 
 def _attend_prefill(q: Tensor, keys: Tensor, values: Tensor, layer: LayerSpec) -> Tensor:
@@ -102,6 +93,27 @@ def _attend_prefill(q: Tensor, keys: Tensor, values: Tensor, layer: LayerSpec) -
         enable_gqa=layer.num_heads != layer.num_kv_heads,
     )
     return out[0].transpose(0, 1)
+
+
+def _attend(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, layer: LayerSpec) -> Tensor:
+    """`q [B, Hkv, G * n, Dk]`, `keys [B, S, Hkv, Dk]`, `bias` broadcasts to `[B, Hkv, G * n, S]`."""
+    if layer.sinks is not None:
+        bias = _bias_with_sinks(q, keys.shape[1], bias, layer.sinks)
+        keys, values = (F.pad(part, (0, 0, 0, 0, 0, 1)) for part in (keys, values))
+    return F.scaled_dot_product_attention(
+        q, keys.transpose(1, 2), values.transpose(1, 2), attn_mask=bias, scale=layer.scale
+    )
+
+
+def _bias_with_sinks(q: Tensor, num_keys: int, bias: Tensor | None, sinks: Tensor) -> Tensor:
+    """A sink is one more key: a zero vector, so that its score is the bias alone, with a value of zeros."""
+    num_seqs, num_kv_heads, rows, _ = q.shape
+    if bias is None:
+        bias = q.new_zeros(1, 1, 1, num_keys)
+    by_head = sinks.to(q.dtype).view(num_kv_heads, -1, 1)
+    column = by_head.expand(-1, -1, rows // by_head.shape[1]).reshape(1, num_kv_heads, rows, 1)
+    parts = (part.expand(num_seqs, num_kv_heads, rows, -1) for part in (bias, column))
+    return torch.cat(tuple(parts), dim=-1)
 
 
 def _bias(visible: Tensor, group: int, dtype: torch.dtype) -> Tensor:

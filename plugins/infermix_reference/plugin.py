@@ -171,7 +171,7 @@ def infermix_attention() -> list[Component]:
             build=_build_sdpa,
             requires=("torch",),
             needs=reads,
-            provides=_always("attn:sliding_window", "head_dim:*"),
+            provides=_always("attn:sliding_window", "attn:sinks", "head_dim:*"),
         ),
     ]
 
