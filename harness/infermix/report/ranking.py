@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from statistics import variance
 
 from infermix.measure.stats import LEVEL, t_quantile
 from infermix.record.record import Metric, Summary
@@ -91,12 +90,19 @@ def _half_width(a: Sequence[float], b: Sequence[float]) -> float | None:
     """
     if min(len(a), len(b)) < 2 or min(*a, *b) <= 0:
         return None
-    errors = [variance([math.log(x) for x in samples]) / len(samples) for samples in (a, b)]
+    errors = [_squared_error([math.log(x) for x in samples]) for samples in (a, b)]
     error = sum(errors)
     if error == 0:
         return 0.0
     df = error**2 / (errors[0] ** 2 / (len(a) - 1) + errors[1] ** 2 / (len(b) - 1))
     return _quantile(max(1, math.floor(df * 10))) * math.sqrt(error)
+
+
+def _squared_error(values: Sequence[float]) -> float:
+    """Squared standard error of the mean (`statistics.variance` is exact and twenty times slower)."""
+    n = len(values)
+    mean = math.fsum(values) / n
+    return math.fsum((value - mean) ** 2 for value in values) / (n - 1) / n
 
 
 @lru_cache(maxsize=4096)
