@@ -157,6 +157,12 @@ def test_a_closed_loop_has_no_gaps() -> None:
     assert "generator_late_gap" not in verdicts(*three(late_s=0.5), concurrency=2)
 
 
+def test_there_is_no_schedule_when_everything_arrives_at_once() -> None:
+    at_once = [repeat(late_s=0.5, gap_s=0.0)] * 3
+    assert not {"generator_late", "generator_late_gap"} & set(verdicts(*at_once))
+    assert verdicts(*at_once, concurrency=10)["generator_late"] == "red"
+
+
 def test_limits_can_be_set() -> None:
     noisy = three(cpu_wait_share=0.3)
     assert verdicts(*noisy)["cpu_wait"] == "red"

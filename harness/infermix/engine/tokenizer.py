@@ -18,6 +18,7 @@ class HfTokenizer:
         self._tokenizer, self._label = tokenizer, label
         self.eos_token_ids: tuple[int, ...] = as_ids(tokenizer.eos_token_id)
         self.bos_token_id: int | None = tokenizer.bos_token_id
+        self.special_token_ids: tuple[int, ...] = special_ids(tokenizer)
         self.vocab_size: int = len(tokenizer)
 
     def encode(self, text: str) -> list[int]:
@@ -48,6 +49,12 @@ def read_tokenizer(directory: Path, label: str, trust_remote_code: bool) -> HfTo
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"the tokenizer cannot be read: {error}", where=str(directory)) from error
     return HfTokenizer(tokenizer, label)
+
+
+def special_ids(tokenizer: Any) -> tuple[int, ...]:
+    """Every token that no text contains: the named ones, and those that were added as special."""
+    added = (token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special)
+    return tuple(sorted({*tokenizer.all_special_ids, *added}))
 
 
 def as_ids(value: Any) -> tuple[int, ...]:
