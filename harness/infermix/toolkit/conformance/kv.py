@@ -200,10 +200,11 @@ class _Life:
         if seq_id in self._forked():
             return
         length = self.length(seq_id)
-        data = self.store.export_blocks(list(self.space.block_table(seq_id)))
+        count = -(-length // self.shape.block_size)
+        data = self.store.export_blocks(list(self.space.block_table(seq_id))[:count])
         self.space.release(seq_id)
         assert self.space.reserve(seq_id, length), "what was just released did not come back"
-        self.store.import_blocks(list(self.space.block_table(seq_id)), data)
+        self.store.import_blocks(list(self.space.block_table(seq_id))[:count], data)
 
     def end(self) -> None:
         for seq_id in sorted(self.known):

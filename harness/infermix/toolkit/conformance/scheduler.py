@@ -6,9 +6,9 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from typing import Any
 
-from infermix.errors import UserError
+from infermix.errors import OutOfMemory, UserError
 from infermix.roles.component import Component
-from infermix.roles.kv_space import KVSpace, KVUsage
+from infermix.roles.kv_space import KVUsage
 from infermix.roles.request import FinishReason, Request, SamplingParams, Sequence
 from infermix.roles.scheduler import Plan, Scheduler
 
@@ -84,7 +84,7 @@ def check_scheduler(component: Component, options: Any = None, *, max_num_seqs: 
 
 def run_to_end(
     scheduler: Scheduler,
-    space: KVSpace,
+    space: CountingSpace,
     lengths: Many[tuple[int, int]],
     *,
     max_num_seqs: int,
@@ -118,7 +118,7 @@ def run_to_end(
 
 
 class _Engine:
-    def __init__(self, scheduler: Scheduler, space: KVSpace, max_num_seqs: int, lag: int) -> None:
+    def __init__(self, scheduler: Scheduler, space: CountingSpace, max_num_seqs: int, lag: int) -> None:
         self.scheduler, self.space, self.max_num_seqs, self.lag = scheduler, space, max_num_seqs, lag
         self.alive: dict[int, Sequence] = {}
         self.inflight: list[list[Sequence]] = []
@@ -128,7 +128,10 @@ class _Engine:
         self.scheduler.add(seq)
 
     def step(self) -> None:
-        plan = self.scheduler.schedule(self.space, 0.0)
+        try:
+            plan = self.scheduler.schedule(self.space, 0.0)
+        except OutOfMemory as error:
+            raise AssertionError(f"KV ran out although every request fits: {error}") from error
         self.check(plan)
         sampled = []
         for entry in plan.entries:
@@ -161,6 +164,7 @@ class _Engine:
             self.check_entry(entry.sequence, entry.num_new_tokens)
         for seq in plan.preempted:
             assert seq.seq_id not in ids, f"{seq.request.request_id} is preempted and scheduled in one plan"
+            assert seq.seq_id not in self.space.held, f"preempted {seq.request.request_id} still holds KV"
             assert seq.num_computed == 0, f"preempted {seq.request.request_id} still counts computed tokens"
         usage = self.space.usage()
         assert usage.allocated_tokens <= usage.capacity_tokens, f"more KV than there is: {usage}"

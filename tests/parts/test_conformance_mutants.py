@@ -1,0 +1,146 @@
+"""The checks of KV layouts, schedulers, quantizers and components must catch broken ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated, Any
+
+import pytest
+import torch
+from infermix.plugins import load_catalogue
+from infermix.roles.component import Component, Options, Role
+from infermix.toolkit.conformance import check_component, check_kv_layout, check_quantizer, check_scheduler
+from infermix_reference.kv_paged import PagedLayout, PagedSpace
+from infermix_reference.pool_store import PagedStore
+from infermix_reference.quantizer_none import NoQuantizer
+from infermix_reference.scheduler_continuous import ContinuousScheduler
+from msgspec import Meta
+
+CATALOGUE = load_catalogue()
+
+
+def _mutant(role: Role, name: str, part: Any, **changes: Any) -> Component:
+    component = CATALOGUE.find(role, name).component
+    return replace(component, build=lambda options, context: part, **changes)
+
+
+class _LeakySpace(PagedSpace):
+    def release(self, seq_id: int) -> None:
+        self._tables.get(seq_id, [])[1:2] = []
+        super().release(seq_id)
+
+
+class _ForgetfulSpace(PagedSpace):
+    def fork(self, parent_id: int, child_id: int) -> Any:
+        super().fork(parent_id, child_id)
+        return []
+
+
+class _FatStore(PagedStore):
+    def allocated_bytes(self) -> int:
+        return super().allocated_bytes() + 64
+
+
+class _SwappedStore(PagedStore):
+    def write(self, layer_idx: int, k: Any, v: Any, batch: Any, group: Any) -> None:
+        super().write(layer_idx, k.flip(0), v, batch, group)
+
+
+class _Layout(PagedLayout):
+    def __init__(self, space: type = PagedSpace, store: type = PagedStore) -> None:
+        super().__init__(4)
+        self._make = space, store
+
+    def space(self, shape: Any) -> Any:
+        return self._make[0](shape)
+
+    def store(self, shape: Any, device: Any, dtype: Any) -> Any:
+        return self._make[1](shape, device, dtype)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        _Layout(space=_LeakySpace),
+        _Layout(space=_ForgetfulSpace),
+        _Layout(store=_FatStore),
+        _Layout(store=_SwappedStore),
+    ],
+    ids=["release leaks", "fork forgets the copy", "bytes differ", "tokens swapped"],
+)
+def test_kv_mutant_is_caught(layout: Any) -> None:
+    with pytest.raises(AssertionError):
+        check_kv_layout(_mutant(Role.KV, "paged", layout), steps=200)
+
+
+class _Greedy(ContinuousScheduler):
+    """Schedules without reserving."""
+
+    def _make_room(self, *given: Any) -> bool:
+        return True
+
+
+class _Starving(ContinuousScheduler):
+    """Serves the newest first and drops nobody, but never the one that waits longest while others run."""
+
+    def _admit(self, plan: Any, space: Any, budget: int) -> None:
+        if self.num_waiting > 1:
+            super()._admit(plan, space, budget)
+
+
+class _Hoarding(ContinuousScheduler):
+    """Preempts without giving anything back."""
+
+    def _preempt(self, victim: Any, plan: Any, space: Any) -> None:
+        kept = space.held[victim.seq_id]
+        super()._preempt(victim, plan, space)
+        space.held[victim.seq_id] = kept
+
+
+@pytest.mark.parametrize("kind", [_Greedy, _Starving, _Hoarding])
+def test_scheduler_mutant_is_caught(kind: type[ContinuousScheduler]) -> None:
+    component = CATALOGUE.find(Role.SCHEDULER, "continuous").component
+    broken = replace(component, build=lambda options, context: kind(context, 2048))
+    with pytest.raises(AssertionError):
+        check_scheduler(broken)
+
+
+class _Untying(NoQuantizer):
+    def apply(self, model: Any, context: Any) -> Any:
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())
+        return super().apply(model, context)
+
+
+class _Lossy(NoQuantizer):
+    def apply(self, model: Any, context: Any) -> Any:
+        model.up_proj.weight.data += 1e-3
+        return super().apply(model, context)
+
+
+@pytest.mark.parametrize(("kind", "message"), [(_Untying, "tied head"), (_Lossy, "says lossless")])
+def test_quantizer_mutant_is_caught(kind: type, message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        check_quantizer(_mutant(Role.QUANTIZER, "none", kind()))
+
+
+class _Undocumented(Options, frozen=True):
+    size: int = 3
+
+
+class _Documented(Options, frozen=True):
+    size: Annotated[int, Meta(description="how many")] | None = None
+
+
+def test_component_faults_are_caught() -> None:
+    good = replace(CATALOGUE.find(Role.KV, "dense").component, options=_Documented)
+    check_component(good)
+    faults = {
+        "no description": {"options": _Undocumented},
+        "no summary": {"summary": " "},
+        "not frozenset": {"provides": lambda options, model, machine: {"kv:truncate"}},
+        "without a prefix": {"needs": lambda options, model, machine: frozenset({"fast"})},
+        "weight_bits": {"weight_bits": lambda options: 0.0},
+    }
+    for message, change in faults.items():
+        with pytest.raises(AssertionError, match=message):
+            check_component(replace(good, **change))  # type: ignore[arg-type]

@@ -1,0 +1,145 @@
+"""Round to nearest: error bounds, real packing, bytes, refusals; and what counts as a linear."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from infermix.errors import UserError
+from infermix.roles.quantizer import QuantizerContext
+from infermix.toolkit.linears import QuantizedLinear, find_linears, pack_nibbles, unpack_nibbles
+from infermix_reference.quantizer_rtn import RtnQuantizer, round_to_nearest
+from torch import nn
+
+CONTEXT = QuantizerContext(device="cpu", dtype="float32")
+
+
+def _rtn(**changes: object) -> RtnQuantizer:
+    given = {"bits": 4, "granularity": "group", "group_size": 32, "symmetric": True, "skip": ("*lm_head",)}
+    return RtnQuantizer(**{**given, **changes})  # type: ignore[arg-type]
+
+
+def _model(width: int = 64) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.ModuleDict(
+        {"up": nn.Linear(width, 96), "down": nn.Linear(96, width, bias=False), "lm_head": nn.Linear(width, 10)}
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize(("groups", "per_tensor"), [(1, True), (1, False), (4, False)])
+def test_error_is_at_most_half_a_scale(
+    dtype: torch.dtype, bits: int, symmetric: bool, groups: int, per_tensor: bool
+) -> None:
+    torch.manual_seed(1)
+    weight = (torch.randn(24, 64) * torch.logspace(-4, 1, 24)[:, None]).to(dtype)
+    q, scale, zero = round_to_nearest(
+        weight, bits=bits, num_groups=groups, per_tensor=per_tensor, symmetric=symmetric
+    )
+    linear = QuantizedLinear(q, scale, zero, bits=bits, bias=None)
+    error = (linear.dequantize(torch.float32) - weight.float()).abs().view(24, groups, -1)
+    half = scale.float()[:, :, None] / 2
+    assert (error <= half * (1 + 1e-5)).all()
+
+
+def test_values_on_the_grid_come_back_exactly() -> None:
+    weight = torch.arange(-7, 8).repeat(2, 1).float() / 4
+    q, scale, zero = round_to_nearest(weight, bits=4, num_groups=1, per_tensor=False, symmetric=True)
+    assert torch.equal(QuantizedLinear(q, scale, zero, bits=4, bias=None).dequantize(torch.float32), weight)
+
+
+def test_zeros_stay_zeros() -> None:
+    for symmetric in (True, False):
+        q, scale, zero = round_to_nearest(
+            torch.zeros(2, 8), bits=4, num_groups=2, per_tensor=False, symmetric=symmetric
+        )
+        assert not QuantizedLinear(q, scale, zero, bits=4, bias=None).dequantize(torch.float32).any()
+
+
+@pytest.mark.parametrize("columns", [1, 2, 7, 64])
+def test_four_bits_take_half_a_byte(columns: int) -> None:
+    q = torch.randint(0, 16, (5, columns), dtype=torch.uint8)
+    packed = pack_nibbles(q)
+    assert packed.shape == (5, -(-columns // 2))
+    assert torch.equal(unpack_nibbles(packed, columns), q)
+
+
+@pytest.mark.parametrize(
+    ("changes", "bits"),
+    [
+        ({}, 4 + 16 / 32),
+        ({"symmetric": False}, 4 + 24 / 32),
+        ({"bits": 8, "group_size": 16}, 8 + 16 / 16),
+        ({"bits": 8, "granularity": "tensor"}, 8 + 2 * 16 / (2 * 64 * 96)),
+        ({"bits": 8, "granularity": "channel"}, 8 + 16 * (64 + 96) / (2 * 64 * 96)),
+    ],
+)
+def test_bits_per_weight_include_scales_and_zero_points(changes: dict[str, object], bits: float) -> None:
+    model = _model()
+    report = _rtn(**changes).apply(model, CONTEXT)
+    assert report.bits_per_weight == pytest.approx(bits, rel=1e-12)
+    assert report.quantized_bytes * 8 == pytest.approx(bits * 2 * 64 * 96)
+    assert dict(report.kernels) == {"up": "dequantize+matmul", "down": "dequantize+matmul"}
+    assert report.skipped == ("lm_head",)
+
+
+def test_group_size_that_does_not_fit_names_layer_width_and_sizes() -> None:
+    model = _model(width=72)
+    with pytest.raises(
+        UserError, match=r"group size 64 does not divide the 72 inputs of up.*sizes that fit: 8, 24, 72"
+    ):
+        _rtn(group_size=64).apply(model, CONTEXT)
+    assert isinstance(model.get_submodule("up"), nn.Linear), "the model was changed before the refusal"
+
+
+def test_smollm2_widths() -> None:
+    """576 = 9 x 64: 64 and 32 fit, 128 does not."""
+    model = nn.ModuleDict({"q_proj": nn.Linear(576, 8)})
+    with pytest.raises(UserError, match=r"32.*64"):
+        _rtn(group_size=128).apply(model, CONTEXT)
+    _rtn(group_size=64).apply(model, CONTEXT)
+
+
+def test_nothing_to_quantize_is_an_error() -> None:
+    with pytest.raises(UserError, match="no linear"):
+        _rtn(skip=("*",)).apply(_model(), CONTEXT)
+
+
+def test_linears_that_share_a_weight_are_left_alone() -> None:
+    model = nn.ModuleDict(
+        {"embed": nn.Embedding(10, 8), "head": nn.Linear(8, 10, bias=False), "other": nn.Linear(8, 8)}
+    )
+    model["head"].weight = model["embed"].weight
+    found, skipped = find_linears(model)
+    assert [linear.name for linear in found] == ["other"]
+    assert skipped == ("embed", "head")
+
+
+def test_subclasses_and_fused_weights_are_reported() -> None:
+    class Special(nn.Linear):
+        pass
+
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate_up_proj = nn.Parameter(torch.zeros(2, 4, 8))
+
+    found, skipped = find_linears(nn.ModuleDict({"special": Special(4, 4), "experts": Experts()}))
+    assert found == []
+    assert skipped == ("special", "experts.gate_up_proj")
+
+
+def test_gpt2_conv1d_is_a_transposed_linear() -> None:
+    from transformers.pytorch_utils import Conv1D
+
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"c_attn": Conv1D(12, 32)})
+    x = torch.randn(3, 32)
+    with torch.no_grad():
+        before = model["c_attn"](x)
+        _rtn(bits=8).apply(model, CONTEXT)
+        after = model["c_attn"](x)
+    assert isinstance(model["c_attn"], QuantizedLinear)
+    assert after.shape == (3, 12)
+    assert ((after - before).norm() / before.norm()).item() < 0.01
