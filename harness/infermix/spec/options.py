@@ -49,7 +49,7 @@ def _option(field: inspect.Field) -> Option:
         name=field.encode_name,
         type=_type(field.type),
         required=field.required,
-        default=None if field.required else msgspec.to_builtins(default),
+        default=None if field.required else msgspec.json.decode(msgspec.json.encode(default)),
         unit=_metadata(field.type, "unit"),
         range=_range(field.type),
         description=_metadata(field.type, "description"),

@@ -18,6 +18,8 @@ T = TypeVar("T")
 Locate = Callable[..., "str | None"]
 
 _INNER = re.compile(r" - at `(?:key in )?\$(?P<path>[^`]*)`$")
+#: How msgspec's own messages begin; others come from an option set's `__post_init__` and say everything.
+_BUILT_IN = re.compile(r"expected |invalid ")
 _STEP = re.compile(r"\.([^.\[\]]+)|\[(\d+)\]")
 
 
@@ -115,7 +117,8 @@ def _convert(value: Any, kind: Any, path: KeyPath, report: Report) -> Any:
         message, inner = _split(str(error))
         at = (*path, *inner)
         offender = _lookup(value, inner)
-        report.add(at, f"{message}, got {shown(offender)}", _choices(kind, offender, inner))
+        got = f", got {shown(offender)}" if _BUILT_IN.match(message) else ""
+        report.add(at, message + got, _choices(kind, offender, inner))
     except UserError as error:  # raised by an option set's own `__post_init__`
         report.add(path, error.message, error.hint)
     return None
@@ -127,7 +130,7 @@ def _split(text: str) -> tuple[str, KeyPath]:
     inner = tuple(int(index) if index else name for name, index in steps)
     message = text[: found.start()] if found else text
     message = re.sub(r", got `[^`]*`$", "", message)
-    message = re.sub(r"^Invalid enum value .*", "Expected one of the known values", message)
+    message = re.sub(r"^Invalid (enum )?value .*", "Expected one of the known values", message)
     return message[:1].lower() + message[1:].replace("`", ""), inner
 
 
@@ -141,13 +144,13 @@ def _lookup(value: Any, path: KeyPath) -> Any:
 
 
 def _choices(kind: Any, value: Any, inner: KeyPath) -> str | None:
-    """The nearest of a fixed set of values."""
+    """The nearest of a fixed set of values, or of the tags of a union."""
     names: set[str] = set()
-    for info in _alternatives(inspect.type_info(kind)) if not inner else ():
-        if isinstance(info, inspect.LiteralType):
+    for info in _alternatives(inspect.type_info(kind)):
+        if isinstance(info, inspect.StructType):
+            names.update({str(info.tag)} if inner == (info.tag_field,) else ())
+        elif isinstance(info, inspect.LiteralType) and not inner:
             names.update(str(each) for each in info.values)
-        elif isinstance(info, inspect.EnumType):
+        elif isinstance(info, inspect.EnumType) and not inner:
             names.update(str(each.value) for each in info.cls)
-        elif isinstance(info, inspect.StructType) and info.tag is not None:
-            names.add(str(info.tag))
     return nearest(str(value), names)
