@@ -95,6 +95,7 @@ class NativeEngine:
             **self._counters,
             "eager_steps": float(self._runner.num_eager_steps),
             "graph_steps": float(self._runner.num_graph_steps),
+            "graph_captures": float(len(self._runner.graphs.keys) if self._runner.graphs else 0),
         }
         return self._report
 
