@@ -45,6 +45,10 @@ class Unsupported(InfermixError):
     """A part was handed something that it does not implement; raised instead of ignoring it."""
 
 
+class WrongResult(Unsupported):
+    """A part ran and computed something else than it must; the state of the row is `wrong`."""
+
+
 class OutOfMemory(InfermixError):
     """The device or host memory does not hold what was asked for."""
 

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
-from infermix.errors import InfermixError, OutOfMemory, Unsupported
+from infermix.errors import InfermixError, OutOfMemory, Unsupported, WrongResult
 from infermix.record.record import State
 
 _MEMORY_TEXT = re.compile(
@@ -30,6 +30,8 @@ def classify(error: BaseException, *, loading: bool) -> tuple[State, str]:
     named = text if isinstance(error, InfermixError) else f"{type(error).__name__}: {text}"
     if _is_memory_error(error):
         return "oom", named
+    if isinstance(error, WrongResult):
+        return "wrong", named
     if loading and isinstance(error, Unsupported):
         return "invalid", named
     return "error", named

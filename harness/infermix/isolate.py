@@ -16,10 +16,12 @@ import msgspec
 
 from infermix.failure import CellFailure, from_exit, kernel_oom_kills
 from infermix.measure.clock import now_ns
+from infermix.measure.surroundings import usable_cores
 from infermix.protocol import Close, Command, Done, Failed, Progress, Reply
 
 _POLL_S = 0.2
 _CLOSE_LIMIT_S = 30.0
+_END_LIMIT_S = 20.0
 _STACK_DUMP_S = 0.3
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
@@ -58,7 +60,7 @@ class Log:
 
 def child_environment(num_threads: int | None) -> dict[str, str]:
     """The caller's environment with pinned CPU threads (`None`: every core that this process may use)."""
-    threads = str(num_threads or len(os.sched_getaffinity(0)))
+    threads = str(num_threads or usable_cores())
     pinned = dict.fromkeys(_THREAD_VARIABLES, threads)
     return {**os.environ, **pinned, "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
 
@@ -128,11 +130,13 @@ class Child:
     def end(self) -> None:
         """Kill the whole process group, whatever it does, and collect what it wrote."""
         self._signal_group(signal.SIGKILL)
-        self._process.wait()
+        try:
+            self._process.wait(_END_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            self.log.add(b"the process does not end: it hangs inside the kernel or a driver")
         self._log_reader.join(1.0)
-        for pipe in (self._process.stdin,):
-            if pipe is not None and not pipe.closed:
-                _close_quietly(pipe)
+        assert self._process.stdin is not None
+        _close_quietly(self._process.stdin)
 
     def _send(self, command: Command) -> None:
         assert self._process.stdin is not None

@@ -142,6 +142,7 @@ class Bars:
             transient=True,
         )
         self._tally = Tally(0, 0)
+        self._phase = ""
         self._cells = self._bars.add_task("cells", total=None, state="")
         self._current = self._bars.add_task("", total=1.0, state="", visible=False)
 
@@ -157,8 +158,9 @@ class Bars:
         self._show_cells()
 
     def phase(self, name: str, fraction: float) -> None:
-        self._bars.update(self._current, completed=fraction, state=name)
         self._show_cells()
+        self._bars.update(self._current, completed=fraction, state=name, refresh=name != self._phase)
+        self._phase = name
 
     def done(self, record: Summary) -> None:
         seconds = self._tally.finish_cell()

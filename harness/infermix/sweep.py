@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from infermix.cell.assemble import assemble, planned_record
 from infermix.cell.gates import check_gates
@@ -21,9 +22,10 @@ from infermix.measure.guards import check_guard_names
 from infermix.plugins import load_catalogue
 from infermix.progress import Silent, SweepProgress
 from infermix.protocol import CeilingsDone, MeasureCeilings, Progress
+from infermix.record.environment import capture_environment
 from infermix.record.record import Record, Summary
-from infermix.record.store import read_record, scan_records, write_record
-from infermix.record.track import machine_of
+from infermix.record.store import read_record, write_record
+from infermix.resume import Earlier, same_track
 from infermix.roles.facts import Ceilings
 from infermix.spec.experiment import Cell
 from infermix.spec.load import Sweep as SweepCells
@@ -32,9 +34,6 @@ from infermix.spec.naming import select_cells
 from infermix.supervise import Supervised
 
 _CEILINGS_LIMIT_S = 180.0
-
-#: Digest of a cell, fingerprint of a machine.
-CellKey = tuple[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,22 +99,35 @@ def prepare_directory(directory: Path) -> None:
         raise UserError("cannot be written to", where=str(directory), hint="choose another folder with --out")
 
 
+def with_environment(plan: CellPlan) -> CellPlan:
+    """Refuse an engine that asks for an environment of its own: `isolate.Child(python=...)` would start one."""
+    environment = plan.engine.component.environment
+    if environment is None:
+        return plan
+    reason = f"engine {plan.engine.component.name!r} needs the environment {environment!r}, which is not built here"
+    return replace(plan, runs=False, reasons=(*plan.reasons, reason))
+
+
 class Sweep:
     """One run of a sweep. Baselines come first, because gates and turns need them."""
 
     def __init__(self, plans: Sequence[CellPlan], directory: Path, options: RunOptions) -> None:
-        self._plans, self._directory, self._options = list(plans), directory, options
+        self._plans, self._directory, self._options = [with_environment(plan) for plan in plans], directory, options
         self._progress = options.progress
+        self._earlier = Earlier(directory)
         self._records: dict[str, Record] = {}
+        self._environments: dict[str, dict[str, Any]] = {}
         self._written = 0
 
     def run(self) -> list[Record]:
-        kept = self._kept_paths()
+        for warning in self._earlier.warnings:
+            self._progress.note(warning)
         for plan in self._plans:
-            if plan.cell.digest in kept:
-                self._records[plan.cell.digest] = read_record(kept[plan.cell.digest])
+            done = None if self._options.fresh else self._earlier.done(plan)
+            if done is not None:
+                self._records[plan.cell.digest] = read_record(done)
             elif not plan.runs:
-                self._keep(planned_record(plan), complete=True)
+                self._keep(planned_record(plan, self._environment(plan)), complete=True)
         todo = [plan for plan in self._plans if plan.cell.digest not in self._records]
         self._progress.begin(len(self._plans), len(self._plans) - len(todo))
         try:
@@ -135,13 +147,20 @@ class Sweep:
         baseline = self._baseline_of(plan)
         trace = self._trace_path(plan)
         if not plan.cell.experiment.measure.interleave or baseline is None or plan.cell.baseline:
-            return assemble(plan, run_alone(plan, self._start, trace), self._records_of(baseline))
+            answers = run_alone(plan, self._start, trace)
+            return assemble(plan, answers, self._judged_by(plan, baseline), self._environment(plan))
         turns = run_in_turns(plan, baseline, self._start, trace)
         theirs = self._records[baseline.cell.digest]
-        record = assemble(plan, turns.candidate, theirs)
+        record = assemble(plan, turns.candidate, theirs, self._environment(plan))
         if record.state == "ok":
             record.paired = paired_record(turns, theirs.run_id, plan.cell.experiment.measure.goodput)
         return record
+
+    def _environment(self, plan: CellPlan) -> dict[str, Any]:
+        """Captured once per device: it asks git and NVML."""
+        if plan.device not in self._environments:
+            self._environments[plan.device] = capture_environment(plan.machine, plan.device)
+        return self._environments[plan.device]
 
     def _start(self, plan: CellPlan) -> Supervised:
         return Supervised(plan, extra_plugins=self._options.extra_plugins, on_progress=self._show)
@@ -160,22 +179,6 @@ class Sweep:
         self._records[record.cell_digest] = record
         self._written += 1
 
-    def _kept_paths(self) -> dict[str, Path]:
-        """Digest -> the latest complete record from this machine; a cell that can run now is not kept as invalid."""
-        if self._options.fresh:
-            return {}
-        scan = scan_records(self._directory, Summary)
-        for warning in scan.warnings:
-            self._progress.note(warning)
-        found = list(zip(scan.records, scan.paths, strict=True))
-        latest = {_key(record): (record, path) for record, path in sorted(found, key=lambda pair: pair[0].created)}
-        kept = {}
-        for plan in self._plans:
-            record, path = latest.get((plan.cell.digest, plan.machine.fingerprint), (None, None))
-            if record is not None and path is not None and _still_holds(record, plan):
-                kept[plan.cell.digest] = path
-        return kept
-
     def _baseline_of(self, plan: CellPlan) -> CellPlan | None:
         """The baseline cell that ran and shares most of this cell's experiment; `None` for a baseline."""
         if plan.cell.baseline:
@@ -183,18 +186,21 @@ class Sweep:
         candidates = [
             other
             for other in self._plans
-            if other.cell.baseline and other.runs and other.cell.digest in self._records and _same_track(plan, other)
+            if other.cell.baseline and other.runs and other.cell.digest in self._records and same_track(plan, other)
         ]
         return max(candidates, key=lambda other: _shared_overrides(plan, other), default=None)
 
-    def _records_of(self, plan: CellPlan | None) -> Record | None:
-        return None if plan is None else self._records[plan.cell.digest]
+    def _judged_by(self, plan: CellPlan, baseline: CellPlan | None) -> Summary | None:
+        """The record that the gates compare with: of this sweep, or an earlier one when `--only` left it out."""
+        if plan.cell.baseline:
+            return None
+        return self._earlier.baseline(plan) if baseline is None else self._records[baseline.cell.digest]
 
     def _trace_path(self, plan: CellPlan) -> Path | None:
         if not self._options.profile:
             return None
         name = "".join(letter if letter.isalnum() or letter in "=._-" else "_" for letter in plan.cell.name)
-        return (self._directory / "traces" / f"{name[:80]}-{plan.cell.digest[:8]}.json").resolve()
+        return (self._directory / "traces" / f"{name[:80]}-{plan.cell.digest[:8]}.json.gz").resolve()
 
     def _with_ceilings(self, plans: Sequence[CellPlan]) -> list[CellPlan]:
         """The plans with measured limits of their machine, measured now where they are not stored."""
@@ -219,29 +225,6 @@ class Sweep:
             machine_facts(device),
             Ceilings(done.copy_bytes_per_s, dict(done.matmul_flops_per_s), done.measured_at),
         )
-
-
-def _key(record: Summary) -> CellKey:
-    return record.cell_digest, str(machine_of(record).get("fingerprint", ""))
-
-
-def _still_holds(record: Summary, plan: CellPlan) -> bool:
-    """Whether a record need not be made again: complete, and for `invalid` still refused for the same reasons."""
-    if not record.complete:
-        return False
-    if record.state == "invalid":
-        return not plan.runs and record.reason == "; ".join(plan.reasons)
-    return True
-
-
-def _same_track(plan: CellPlan, other: CellPlan) -> bool:
-    ours, theirs = plan.cell.experiment, other.cell.experiment
-    return (ours.model, ours.workload, ours.seed, plan.device) == (
-        theirs.model,
-        theirs.workload,
-        theirs.seed,
-        other.device,
-    )
 
 
 def _shared_overrides(plan: CellPlan, other: CellPlan) -> int:

@@ -7,8 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
+from safetensors.numpy import save_file
 
 PLUGIN = str(Path(__file__).with_name("fake_plugin.py"))
 
@@ -31,6 +33,32 @@ CONFIG = {
     "attention_bias": False,
     "mlp_bias": False,
 }
+
+
+def write_weights(folder: Path) -> None:
+    """Random weights for `CONFIG`."""
+    draw = np.random.default_rng(0)
+    hidden, ffn, kv = 16, 32, 8
+    shapes = {"model.embed_tokens.weight": (64, hidden), "model.norm.weight": (hidden,)}
+    for layer in range(2):
+        at = f"model.layers.{layer}"
+        shapes |= {f"{at}.{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
+        shapes |= {f"{at}.self_attn.{name}_proj.weight": (hidden, hidden) for name in "qo"}
+        shapes |= {f"{at}.self_attn.{name}_proj.weight": (kv, hidden) for name in "kv"}
+        shapes |= {f"{at}.mlp.{name}_proj.weight": (ffn, hidden) for name in ("gate", "up")}
+        shapes[f"{at}.mlp.down_proj.weight"] = (hidden, ffn)
+    tensors = {name: draw.normal(0, 0.3, shape).astype("float32") for name, shape in shapes.items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+@pytest.fixture
+def real_model(tmp_path: Path) -> dict[str, Any]:
+    """A model with stored weights and without a tokenizer, as a value for `model`."""
+    folder = tmp_path / "real"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    write_weights(folder)
+    return {"source": "real"}
 
 
 @pytest.fixture

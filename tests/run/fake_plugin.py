@@ -10,15 +10,14 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta
-
 from infermix.errors import OutOfMemory, Unsupported, UserError
 from infermix.hookspecs import hookimpl
 from infermix.roles.component import Component, Options, Role
-from infermix.roles.engine import EngineContext, EngineReport, Score, ScoreRequest
-from infermix.roles.evaluator import Quality
+from infermix.roles.engine import Engine, EngineContext, EngineReport, Score, ScoreRequest
+from infermix.roles.evaluator import EvaluatorContext, Quality
 from infermix.roles.request import FinishReason, Request, SamplingParams, TokenEvent
 from infermix.roles.workload import WorkloadOptions
+from msgspec import Meta
 
 Fault = Literal[
     "none", "crash", "kill", "exit", "hang", "raise", "memory", "torch_memory", "unsupported", "user", "garbage"
@@ -32,6 +31,8 @@ class FakeOptions(Options, frozen=True, kw_only=True):
     delay_s: Annotated[float, Meta(ge=0)] = 0.0
     passes: bool = True
     perplexity: float = 10.0
+    journal: str = ""
+    letter: str = "A"
 
 
 class OutOfMemoryError(RuntimeError):
@@ -123,6 +124,9 @@ class FakeEngine:
         )
 
     def reset(self) -> None:
+        if self.options.journal:
+            with open(self.options.journal, "a") as file:
+                file.write(self.options.letter)
         self._running.clear()
         self._steps = 0.0
 
@@ -148,9 +152,28 @@ class FakeWorkloadOptions(WorkloadOptions, frozen=True, kw_only=True):
 
 
 class FakeEvaluator:
+    """What the fake engine's options say."""
+
     def evaluate(self, engine: FakeEngine) -> list[Quality]:
         value = engine.options.perplexity
         return [Quality(name="perplexity[fake]", value=value, unit="perplexity", better="lower", samples=[value])]
+
+
+class DistanceEvaluator:
+    """Largest difference of log-probabilities from the reference engine."""
+
+    def __init__(self, context: EvaluatorContext) -> None:
+        self._context = context
+
+    def evaluate(self, engine: Engine) -> list[Quality]:
+        request = ScoreRequest(tuple(range(1, 20)))
+        (ours,) = engine.score([request])
+        reference = self._context.reference()
+        (theirs,) = reference.score([request])
+        distance = max(abs(a - b) for a, b in zip(ours.logprobs, theirs.logprobs, strict=True))
+        details = {"engine": type(reference).__name__, "kv": reference.report().executed["kv"]["class"]}
+        reference.close()
+        return [Quality(name="distance", value=distance, unit="nats", better="lower", details=details)]
 
 
 @hookimpl
@@ -188,5 +211,11 @@ def infermix_evaluator() -> list[Component]:
             role=Role.EVALUATOR,
             summary="what the engine's options say",
             build=lambda options, context: FakeEvaluator(),
-        )
+        ),
+        Component(
+            name="distance",
+            role=Role.EVALUATOR,
+            summary="distance from the reference",
+            build=lambda options, context: DistanceEvaluator(context),
+        ),
     ]

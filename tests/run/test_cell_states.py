@@ -7,9 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 import infermix
+import pytest
 from infermix.errors import UserError
 from infermix.record.record import Record
 
@@ -60,20 +59,20 @@ def test_garbage_on_stdout_does_not_break_the_protocol(run: Callable[..., Record
     assert '{"type": "done"}' in record.log
 
 
-@pytest.mark.parametrize("during", ["build", "repeat"])
 @pytest.mark.parametrize(
-    ("name", "state", "words"),
+    ("name", "during", "state", "words"),
     [
-        ("crash", "error", "SIGSEGV"),
-        ("kill", "error", "SIGKILL"),
-        ("exit", "error", "exit code 7"),
-        ("raise", "error", "ValueError: the flux capacitor is empty"),
-        ("user", "error", "workload.path: the prompt is too long"),
-        ("memory", "oom", "4 GB asked, 1 GB there"),
-        ("torch_memory", "oom", "CUDA out of memory"),
+        ("crash", "build", "error", "SIGSEGV"),
+        ("crash", "repeat", "error", "SIGSEGV"),
+        ("kill", "repeat", "error", "SIGKILL"),
+        ("exit", "repeat", "error", "exit code 7"),
+        ("raise", "build", "error", "ValueError: the flux capacitor is empty"),
+        ("user", "repeat", "error", "workload.path: the prompt is too long"),
+        ("memory", "build", "oom", "4 GB asked, 1 GB there"),
+        ("torch_memory", "repeat", "oom", "CUDA out of memory"),
     ],
 )
-def test_failures(run: Callable[..., Record], name: str, state: str, words: str, during: str) -> None:
+def test_failures(run: Callable[..., Record], name: str, during: str, state: str, words: str) -> None:
     record = run(**fault(name, during))
     assert record.state == state
     assert words in record.reason

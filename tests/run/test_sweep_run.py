@@ -12,9 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 import infermix
+import pytest
 from infermix.errors import UserError
 from infermix.record.record import Record, Summary
 from infermix.record.store import scan_records

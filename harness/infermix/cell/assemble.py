@@ -15,7 +15,6 @@ from infermix.cell.roofline import roofline
 from infermix.measure import guards as guard
 from infermix.measure.clock import utc_stamp
 from infermix.measure.metrics import summarise
-from infermix.record.environment import capture_environment
 from infermix.record.record import GuardResult, Record, Repeat, Summary
 from infermix.record.track import track_id
 
@@ -25,8 +24,11 @@ if TYPE_CHECKING:
     from infermix.protocol import SetupDone
 
 
-def planned_record(plan: CellPlan) -> Record:
-    """What is known of a cell before it runs: `invalid` with its reasons, until something better is known."""
+def planned_record(plan: CellPlan, environment: dict[str, Any]) -> Record:
+    """What is known of a cell before it runs: `invalid` with its reasons, until something better is known.
+
+    `environment` is the parent's; that of the child replaces it.
+    """
     cell, created = plan.cell, utc_stamp()
     record = Record(
         run_id=f"{created.replace(':', '').replace('-', '')}-{secrets.token_hex(3)}",
@@ -44,15 +46,15 @@ def planned_record(plan: CellPlan) -> Record:
         model=_planned_model(plan),
         engine=planned_engine(plan),
         parts=planned_parts(plan),
-        environment=capture_environment(plan.machine, plan.device),
+        environment=environment,
     )
     record.track = track_id(record)
     return record
 
 
-def assemble(plan: CellPlan, answers: Answers, baseline: Summary | None) -> Record:
+def assemble(plan: CellPlan, answers: Answers, baseline: Summary | None, environment: dict[str, Any]) -> Record:
     """The complete record of a cell that was run. Only `ok` cells get metrics; raw repeats are always kept."""
-    record = planned_record(plan)
+    record = planned_record(plan, environment)
     _add_setup(record, answers)
     _add_repeats(record, answers)
     if answers.quality is not None:

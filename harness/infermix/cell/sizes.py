@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from infermix.errors import UserError
 from infermix.roles.component import Role
+from infermix.roles.evaluator import EvaluatorOptions
 
 if TYPE_CHECKING:
     from infermix.compose import CellPlan
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 
 #: Sequences in flight where neither scheduler nor workload bounds them.
 DEFAULT_MAX_NUM_SEQS = 256
+#: Room for an evaluator when only its data tells how long its sequences are.
+UNTOLD_TOKENS = 2048
 
 
 def longest_allowed(plan: CellPlan) -> int:
@@ -45,11 +48,15 @@ def check_requests(requests: Iterable[Request], allowed: int) -> None:
 
 
 def max_model_len(plan: CellPlan, requests: Iterable[Request], evaluators: Sequence[Choice]) -> int:
-    """Tokens of the longest sequence that workload and evaluators will ask for."""
+    """Tokens of the longest sequence that workload and evaluators will ask for.
+
+    An evaluator whose options do not tell gets `UNTOLD_TOKENS`, or what the model allows. Raises `UserError` when one
+    asks for more than that.
+    """
     allowed = longest_allowed(plan)
     needed = max((request_tokens(request) for request in requests), default=1)
     for choice in evaluators:
-        tokens = _evaluator_tokens(choice)
+        tokens = _evaluator_tokens(choice, allowed)
         if tokens > allowed:
             raise UserError(
                 f"{choice.component.name} reads {tokens} tokens at once, but a sequence may have {allowed}",
@@ -60,14 +67,14 @@ def max_model_len(plan: CellPlan, requests: Iterable[Request], evaluators: Seque
     return min(needed, allowed)
 
 
-def _evaluator_tokens(choice: Choice) -> int:
-    declared = getattr(choice.options, "max_tokens", None)
-    return (declared() if callable(declared) else None) or 0
+def _evaluator_tokens(choice: Choice, allowed: int) -> int:
+    declared = choice.options.max_tokens() if isinstance(choice.options, EvaluatorOptions) else None
+    return min(UNTOLD_TOKENS, allowed) if declared is None else declared
 
 
 def max_num_seqs(parts: Mapping[Role, Choice], concurrency: int | None, num_requests: int) -> int:
     """The smallest of what the scheduler admits, what the workload keeps in flight, and what there is."""
     scheduler = parts.get(Role.SCHEDULER)
-    asked = getattr(scheduler.options, "max_num_seqs", None) if scheduler else None
-    bounds = [bound for bound in (asked, concurrency) if bound] or [DEFAULT_MAX_NUM_SEQS]
+    asked = [getattr(scheduler.options, name, None) for name in ("max_num_seqs", "batch_size")] if scheduler else []
+    bounds = [bound for bound in (*asked, concurrency) if bound] or [DEFAULT_MAX_NUM_SEQS]
     return max(1, min(*bounds, num_requests) if num_requests else min(bounds))
