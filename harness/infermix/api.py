@@ -62,4 +62,4 @@ def leaderboard(directory: Path | str, *, out: Path | str | None = None) -> list
     from infermix.report.leaderboard import leaderboard as write
 
     scan = scan_records(Path(directory), Summary)
-    return write(scan.records, Path(directory if out is None else out), scan.warnings)
+    return write(scan.records, Path(directory if out is None else out), scan.publishable_warnings)

@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace) -> int:
     """Exit code 0 also when some files were skipped; each is named."""
     scan = scan_records(args.directory)
-    board = build_board(scan.records, _published(scan.warnings, args.directory))
+    board = build_board(scan.records, scan.publishable_warnings)
     console = Console()
     for warning in scan.warnings:
         Console(stderr=True).print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
@@ -41,11 +41,6 @@ def execute(args: argparse.Namespace) -> int:
 
 def _folder(path: Path) -> Path:
     return path.parent if path.is_file() else path
-
-
-def _published(warnings: list[str], directory: Path) -> list[str]:
-    """Warnings as they appear in the files: without the path that leads to the records."""
-    return [warning.replace(f"{directory}/", "") for warning in warnings]
 
 
 def _print_table(table: Table, console: Console, limit: int) -> None:

@@ -43,6 +43,12 @@ class Scan(Generic[S]):
     records: list[S] = field(default_factory=list)
     paths: list[Path] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    root: str = ""
+
+    @property
+    def publishable_warnings(self) -> list[str]:
+        """The warnings without the path that leads to the directory, which tells about the user's machine."""
+        return [warning.replace(f"{self.root}{os.sep}", "") for warning in self.warnings]
 
 
 def write_record(record: Record, directory: Path) -> Path:
@@ -88,7 +94,7 @@ def scan_records(directory: Path) -> Scan[Summary]: ...
 def scan_records(directory: Path, kind: type[S]) -> Scan[S]: ...
 def scan_records(directory: Path, kind: type[Any] = Summary) -> Scan[Any]:
     """Every record below `directory`, in order of path. Files that are no readable record become warnings."""
-    scan: Scan[Any] = Scan()
+    scan: Scan[Any] = Scan(root=str(Path(directory)))
     for path in record_files(directory):
         try:
             record = read_record(path, kind)

@@ -12,7 +12,7 @@ from infermix.report.labels import ABSENT
 
 WIDTH, HEIGHT = 760, 380
 LEFT, RIGHT, TOP, BOTTOM = 76, 20, 16, 52
-LABEL_GAP, MAX_LABELS = 16, 8
+LABEL_GAP, MAX_LABELS = 24, 8
 
 
 @dataclass(frozen=True)
