@@ -33,7 +33,7 @@ def experiment_schema(components: Iterable[Component]) -> Schema:
     uses = {f"{role.value}_use": _use_schema(role, group, inner, definitions) for role, group in by_role.items()}
     shared = {name: body for name, body in definitions.items() if name not in {inner[kind] for kind in option_types}}
     properties = _properties()
-    return {
+    schema = {
         "$schema": DIALECT,
         "title": "InferMix experiment",
         "type": "object",
@@ -41,6 +41,8 @@ def experiment_schema(components: Iterable[Component]) -> Schema:
         "additionalProperties": False,
         "$defs": {**shared, **uses, "model": _model_schema(), **_sweep_definitions(properties)},
     }
+    plain: Schema = msgspec.json.decode(msgspec.json.encode(schema))  # defaults may hold tuples
+    return plain
 
 
 def _of_role(components: Iterable[Component], role: Role) -> list[Component]:

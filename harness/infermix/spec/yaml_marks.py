@@ -18,7 +18,7 @@ from yaml.nodes import MappingNode, ScalarNode, SequenceNode
 from infermix.errors import UserError, UserErrors
 
 _TAG = "tag:yaml.org,2002:"
-_MAX_NODES = 200_000
+_MAX_NODES = 100_000
 _MAX_DEPTH = 60
 
 KeyPath = tuple[str | int, ...]
