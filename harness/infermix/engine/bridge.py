@@ -151,16 +151,14 @@ class Joint:
             raise Unsupported(f"{type(self.model).__name__} cannot be driven by the joint: {error}") from error
         finally:
             self._context.probe = None
-        probe.require_layers(_num_layers(self.model.config), type(self.model).__name__)
+        config = self.model.config.get_text_config(decoder=True)
+        probe.require_layers(int(config.num_hidden_layers), type(self.model).__name__)
+        probe.require_windows(config.to_dict(), type(self.model).__name__)
         return probe
 
     def _use(self, name: str) -> None:
         if self.model.config._attn_implementation != name:
             self.model.set_attn_implementation(name)
-
-
-def _num_layers(config: Any) -> int:
-    return int(config.get_text_config(decoder=True).num_hidden_layers)
 
 
 def _register() -> None:

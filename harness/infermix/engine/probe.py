@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from infermix.errors import Unsupported
 from infermix.roles.attention import LayerSpec
+from infermix.roles.families import expects_window
 from infermix.roles.kv_space import KVGroup
 
 if TYPE_CHECKING:
@@ -61,6 +62,17 @@ class LayerProbe:
                 f"{model_name} called the attention function for {len(self.specs)} of {num_layers} layers "
                 f"(first one missing: {missing[0] if missing else 'none'}): the others attend on their own"
             )
+
+    def require_windows(self, config: Mapping[str, Any], model_name: str) -> None:
+        """A window in the config must have reached the attention function. Raises `Unsupported`."""
+        kinds = config.get("layer_types")
+        lost = [
+            index
+            for index, spec in self.specs.items()
+            if spec.window is None and (kinds is None or kinds[index] == "sliding_attention")
+        ]
+        if lost and (kinds is not None or len(lost) == len(self.specs)) and expects_window(config):
+            raise Unsupported(f"{model_name} applies the sliding window of layer {lost[0]} in its mask alone")
 
     def require_same(self, layers: Mapping[int, LayerSpec]) -> None:
         """The calls of this forward must match the known specs. Raises `Unsupported`."""

@@ -19,7 +19,7 @@ def _words(text: str) -> tuple[str, ...]:
 #: `model_type` values (sub-config names where a family has one) that the joint drives without model code.
 DRIVEN = frozenset(
     _words("""
-    afmoe apertus arcee aria aria_text axk1 beam biogpt bitnet codegen cohere cohere2 cohere2_moe ctrl cwm
+    afmoe apertus arcee aria_text axk1 beam biogpt bitnet codegen cohere cohere2 cohere2_moe ctrl cwm
     deepseek_v2 deepseek_v3 dots1 ernie4_5 ernie4_5_moe exaone exaone4 exaone_moe flex_olmo flint gemma
     gemma2 gemma3_text glm glm4 glm4_moe glm4_moe_lite gpt-sw3 gpt2 gpt_bigcode gpt_neox gpt_oss gptj
     granite granite_swa granitemoe granitemoe_swa granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe
@@ -77,6 +77,9 @@ _RECURRENT_LAYER_TYPES = frozenset({"linear_attention", "conv", "mamba", "mamba2
 _ORIGINAL = "original_max_position_embeddings"
 _BATCH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 
+#: Driven families whose window, where a config sets one, is applied by the mask alone.
+_WINDOW_ONLY_IN_MASK = frozenset({"phimoe", "qwen2_moe"})
+
 _WINDOW_KEYS = (
     "sliding_window",
     "attention_chunk_size",
@@ -95,6 +98,8 @@ def check_family(model_type: str, config: Mapping[str, Any]) -> str | None:
     if model_type in REFUSED:
         return f"{model_type}: {REFUSED[model_type]}"
     reason = _layer_type_reason(config) or _direction_reason(config) or _rope_reason(config)
+    if reason is None and model_type in _WINDOW_ONLY_IN_MASK and expects_window(config):
+        reason = "its sliding window exists only in the mask, which the packed batch does not build"
     if reason is None and model_type not in DRIVEN:
         reason = _unknown_family_reason(config)
     return f"{model_type}: {reason}" if reason else None
@@ -105,6 +110,18 @@ def family_note(model_type: str) -> str | None:
     if model_type in DRIVEN or model_type in REFUSED:
         return None
     return f"{model_type} is not among the tested families: the self-check at load decides whether it runs"
+
+
+def expects_window(config: Mapping[str, Any]) -> bool:
+    """Whether the config asks for a sliding window that can matter within the model's positions."""
+    window = config.get("sliding_window")
+    if not window or config.get("use_sliding_window") is False:
+        return False
+    kinds = config.get("layer_types")
+    if kinds and "sliding_attention" not in kinds:
+        return False
+    longest = config.get("max_position_embeddings")
+    return not (isinstance(window, int) and isinstance(longest, int) and window >= longest)
 
 
 def _layer_type_reason(config: Mapping[str, Any]) -> str | None:
