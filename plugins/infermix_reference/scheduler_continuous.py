@@ -90,7 +90,6 @@ class ContinuousScheduler:
         space.release(victim.seq_id)
         del self._running[victim.seq_id]
         victim.num_computed = 0
-        victim.num_preemptions += 1
         self._waiting[victim.seq_id] = victim
         self._waiting.move_to_end(victim.seq_id, last=False)
         plan.preempted.append(victim)

@@ -83,6 +83,12 @@ def test_scheduler_serves_everyone(registered: Registered, given: dict[str, Any]
     conformance.check_scheduler(component, options)
 
 
+@pytest.mark.parametrize(("registered", "given"), _cases(Role.DECODER))
+def test_decoder_emits_what_the_model_says(registered: Registered, given: dict[str, Any]) -> None:
+    component, options = _ready(registered, given)
+    conformance.check_decoder(component, options)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("registered", "given"), _cases(Role.QUANTIZER))
 def test_quantizer_keeps_its_word(registered: Registered, given: dict[str, Any], dtype: str) -> None:

@@ -9,7 +9,14 @@ import pytest
 import torch
 from infermix.plugins import load_catalogue
 from infermix.roles.component import Component, Options, Role
-from infermix.toolkit.conformance import check_component, check_kv_layout, check_quantizer, check_scheduler
+from infermix.toolkit.conformance import (
+    check_component,
+    check_decoder,
+    check_kv_layout,
+    check_quantizer,
+    check_scheduler,
+)
+from infermix_reference.decoder import AutoregressiveDecoder
 from infermix_reference.kv_paged import PagedLayout, PagedSpace
 from infermix_reference.pool_store import PagedStore
 from infermix_reference.quantizer_none import NoQuantizer
@@ -144,3 +151,14 @@ def test_component_faults_are_caught() -> None:
     for message, change in faults.items():
         with pytest.raises(AssertionError, match=message):
             check_component(replace(good, **change))  # type: ignore[arg-type]
+
+
+def test_decoder_that_changes_a_token_is_caught() -> None:
+    class Lossy(AutoregressiveDecoder):
+        def collect(self, ticket: Any) -> Any:
+            ticket.ids[-1:] += 1
+            return super().collect(ticket)
+
+    check_decoder(CATALOGUE.find(Role.DECODER, "autoregressive").component)
+    with pytest.raises(AssertionError, match="the model says"):
+        check_decoder(_mutant(Role.DECODER, "autoregressive", Lossy()))

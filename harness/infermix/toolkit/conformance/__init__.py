@@ -7,6 +7,7 @@ Each raises `AssertionError` with a sentence that says what is wrong. A plugin's
 
 from infermix.toolkit.conformance.attention import check_attention
 from infermix.toolkit.conformance.component import check_component, example_machine, example_model, not_here
+from infermix.toolkit.conformance.decoder import check_decoder
 from infermix.toolkit.conformance.kv import check_kv_layout
 from infermix.toolkit.conformance.quantizer import check_quantizer
 from infermix.toolkit.conformance.scheduler import check_scheduler, run_to_end
@@ -14,6 +15,7 @@ from infermix.toolkit.conformance.scheduler import check_scheduler, run_to_end
 __all__ = [
     "check_attention",
     "check_component",
+    "check_decoder",
     "check_kv_layout",
     "check_quantizer",
     "check_scheduler",
