@@ -32,8 +32,7 @@ def score_decode(model: nn.Module, request: ScoreRequest, device: str, cache: An
     bounds = [0, *range(request.first, ids.shape[1])]
     rows = []
     for begin, end in pairwise(bounds):
-        positions = torch.arange(begin, end, device=device)[None]
-        output = model(input_ids=ids[:, begin:end], position_ids=positions, use_cache=True, **{keyword: cache})
+        output = model(input_ids=ids[:, begin:end], use_cache=True, **{keyword: cache})
         rows.append(output.logits[0, -1])
     return _score(torch.stack(rows), request)
 

@@ -4,6 +4,7 @@ import copy
 import math
 import statistics
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,12 +27,12 @@ TASKS = ("tiny_choice", "tiny_text", "tiny_ask")
 
 
 @pytest.fixture(autouse=True)
-def _own_dataset_cache(tmp_path, monkeypatch):
+def _own_dataset_cache(tmp_path: Any, monkeypatch: Any) -> Any:
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets")
 
 
 @pytest.fixture(scope="session")
-def hf_tokenizer():
+def hf_tokenizer() -> Any:
     """Bytes as tokens, with the ids that `ByteTokenizer` has."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -48,7 +49,7 @@ def hf_tokenizer():
 
 
 @pytest.fixture
-def engine(llama, hf_tokenizer, ticks):
+def engine(llama: Any, hf_tokenizer: Any, ticks: Any) -> Any:
     return TransformersEngine(
         model=llama,
         eos_token_ids=(2,),
@@ -61,13 +62,13 @@ def engine(llama, hf_tokenizer, ticks):
 
 
 @pytest.fixture
-def task_manager(tmp_path):
+def task_manager(tmp_path: Any) -> Any:
     write_overlays(find_tasks(DATA), tmp_path)
     return TaskManager(include_path=[str(DATA), str(tmp_path)], include_defaults=False)
 
 
 @pytest.fixture
-def hf_results(llama, hf_tokenizer, task_manager):
+def hf_results(llama: Any, hf_tokenizer: Any, task_manager: Any) -> Any:
     """lm-eval's own Hugging Face model on the same weights; `max_length` 48 makes some inputs too long."""
     from lm_eval.models.huggingface import HFLM
 
@@ -82,12 +83,12 @@ def hf_results(llama, hf_tokenizer, task_manager):
     )
 
 
-def evaluate(engine, make_context, **options):
+def evaluate(engine: Any, make_context: Any, **options: Any) -> Any:
     settings = {"tasks": TASKS, "include_path": str(DATA), "max_length": 48, **options}
     return LmEvalEvaluator(LmEvalOptions(**settings), make_context()).evaluate(engine)
 
 
-def test_results_equal_those_of_lm_evals_own_model(engine, evaluator_context, hf_results):
+def test_results_equal_those_of_lm_evals_own_model(engine: Any, evaluator_context: Any, hf_results: Any) -> None:
     metrics = evaluate(engine, evaluator_context, num_fewshot=2)
     for metric in metrics:
         task, _, name = metric.name.partition("[")[0].partition(".")
@@ -96,9 +97,9 @@ def test_results_equal_those_of_lm_evals_own_model(engine, evaluator_context, hf
     assert len(metrics) == 5
 
 
-def test_every_answer_equals_that_of_lm_evals_own_model(engine, hf_results):
+def test_every_answer_equals_that_of_lm_evals_own_model(engine: Any, hf_results: Any) -> None:
     model = EngineLM(engine, engine.tokenizer, max_length=48, batch_size=4)
-    answers = {"tiny_choice": model.loglikelihood, "tiny_text": model.loglikelihood_rolling}
+    answers: dict[str, Any] = {"tiny_choice": model.loglikelihood, "tiny_text": model.loglikelihood_rolling}
     for task, ask in answers.items():
         for item in hf_results["samples"][task]:
             found = ask([_Instance(tuple(arguments)) for arguments in item["arguments"]])
@@ -111,11 +112,11 @@ def test_every_answer_equals_that_of_lm_evals_own_model(engine, hf_results):
 
 
 class _Instance:
-    def __init__(self, args):
+    def __init__(self, args: Any) -> None:
         self.args = args
 
 
-def test_names_versions_and_samples(engine, evaluator_context):
+def test_names_versions_and_samples(engine: Any, evaluator_context: Any) -> None:
     found = {each.name: each for each in evaluate(engine, evaluator_context, limit=3)}
     choice = found["tiny_choice.acc[fewshot=0,limit=3,bos=none,version=1.0]"]
     assert (choice.unit, choice.better) == ("ratio", "higher")
@@ -131,7 +132,7 @@ def test_names_versions_and_samples(engine, evaluator_context):
     assert "log_likelihoods" not in found["tiny_ask.exact_match[fewshot=0,limit=3,bos=none,version=1.0]"].details
 
 
-def test_bos_starts_every_prompt(table_engine, copycat, byte_tokenizer):
+def test_bos_starts_every_prompt(table_engine: Any, copycat: Any, byte_tokenizer: Any) -> None:
     engine = table_engine(copycat)
     model = EngineLM(engine, byte_tokenizer, max_length=48, batch_size=4, add_bos=True)
     model.loglikelihood([_Instance(("ab", "c")), _Instance(("", "d"))])
@@ -142,14 +143,14 @@ def test_bos_starts_every_prompt(table_engine, copycat, byte_tokenizer):
     ]
 
 
-def test_log_likelihood_and_greedy_flag_by_hand(table_engine, copycat, byte_tokenizer):
+def test_log_likelihood_and_greedy_flag_by_hand(table_engine: Any, copycat: Any, byte_tokenizer: Any) -> None:
     model = EngineLM(table_engine(copycat), byte_tokenizer, max_length=48, batch_size=1)
     same, other = model.loglikelihood([_Instance(("xa", "aa")), _Instance(("xa", "ab"))])
     assert same == (pytest.approx(-2 * math.log(2)), True)
     assert other == (pytest.approx(-math.log(2) - math.log(2 * 258)), False)
 
 
-def test_unknown_tasks_are_refused_with_the_nearest_name(engine, evaluator_context):
+def test_unknown_tasks_are_refused_with_the_nearest_name(engine: Any, evaluator_context: Any) -> None:
     # A name that is not local makes lm-eval index its own tasks too: patch that away, it takes seconds.
     folder = LmEvalOptions(tasks=("tiny_choise",), include_path=str(DATA))
     evaluator = LmEvalEvaluator(folder, evaluator_context())
@@ -158,14 +159,14 @@ def test_unknown_tasks_are_refused_with_the_nearest_name(engine, evaluator_conte
         evaluator._refuse_unknown(manager)
 
 
-def test_a_missing_data_file_is_named(tmp_path, engine, evaluator_context):
+def test_a_missing_data_file_is_named(tmp_path: Any, engine: Any, evaluator_context: Any) -> None:
     (tmp_path / "broken.yaml").write_text((DATA / "choice.yaml").read_text())
     with pytest.raises(UserError, match=r"broken\.yaml: dataset_kwargs\.data_files: there is no data file"):
         evaluate(engine, evaluator_context, tasks=("tiny_choice",), include_path=str(tmp_path))
 
 
 @pytest.mark.parametrize(("content", "message"), [("a: [", "not a readable task file"), (None, "no such folder")])
-def test_bad_task_folders_are_refused(content, message, tmp_path):
+def test_bad_task_folders_are_refused(content: Any, message: Any, tmp_path: Any) -> None:
     folder = tmp_path / "tasks"
     if content:
         folder.mkdir()
@@ -174,7 +175,7 @@ def test_bad_task_folders_are_refused(content, message, tmp_path):
         list(find_tasks(folder))
 
 
-def test_lm_evals_own_tasks_are_indexed_only_when_they_are_needed(tmp_path):
+def test_lm_evals_own_tasks_are_indexed_only_when_they_are_needed(tmp_path: Any) -> None:
     (tmp_path / "a.yaml").write_text("task: a\ntag: [letters, all]\n")
     (tmp_path / "g.yaml").write_text("group: g\ntask: [a, {task: hellaswag}]\n")
     tasks = list(find_tasks(tmp_path))
@@ -183,12 +184,12 @@ def test_lm_evals_own_tasks_are_indexed_only_when_they_are_needed(tmp_path):
     assert not all_local(["g"], tasks)
 
 
-def test_functions_in_task_files_are_not_run_to_find_them(tmp_path):
+def test_functions_in_task_files_are_not_run_to_find_them(tmp_path: Any) -> None:
     (tmp_path / "x.yaml").write_text("task: mine\nprocess_docs: !function nowhere.nothing\n")
     assert [task.name for task in find_tasks(tmp_path)] == ["mine"]
 
 
-def test_data_that_cannot_be_loaded_is_a_user_error(tmp_path, engine, evaluator_context):
+def test_data_that_cannot_be_loaded_is_a_user_error(tmp_path: Any, engine: Any, evaluator_context: Any) -> None:
     text = (DATA / "choice.yaml").read_text().replace("choice.jsonl", "bad.jsonl")
     (tmp_path / "x.yaml").write_text(text)
     (tmp_path / "bad.jsonl").write_text("{not json\n")
@@ -196,13 +197,13 @@ def test_data_that_cannot_be_loaded_is_a_user_error(tmp_path, engine, evaluator_
         evaluate(engine, evaluator_context, tasks=("tiny_choice",), include_path=str(tmp_path))
 
 
-def test_generation_settings_without_a_counterpart_are_refused():
+def test_generation_settings_without_a_counterpart_are_refused() -> None:
     with pytest.raises(UserError, match="num_beams"):
         sampling_params({"until": ["x"], "num_beams": 4}, seed=0)
     assert sampling_params({"until": ["x"], "num_beams": 1}, seed=0).stop == ("x",)
 
 
-def test_greedy_tasks_stay_greedy_whatever_their_temperature():
+def test_greedy_tasks_stay_greedy_whatever_their_temperature() -> None:
     sampling = sampling_params({"until": "x", "do_sample": False, "temperature": 0.7, "max_gen_toks": 5}, 3)
     assert (sampling.temperature, sampling.max_new_tokens, sampling.stop) == (0.0, 5, ("x",))
     assert sampling_params({"do_sample": True}, 3).temperature == 1.0
@@ -210,13 +211,13 @@ def test_greedy_tasks_stay_greedy_whatever_their_temperature():
     assert (sampled.temperature, sampled.top_p, sampled.seed) == (0.7, 0.9, 3)
 
 
-def test_a_prompt_needs_room_beside_its_new_tokens(engine):
+def test_a_prompt_needs_room_beside_its_new_tokens(engine: Any) -> None:
     model = EngineLM(engine, engine.tokenizer, max_length=48, batch_size=4)
     with pytest.raises(UserError, match="leave no room"):
         model.generate_until([_Instance(("hello", {"until": ["x"], "max_gen_toks": 48}))])
 
 
-def test_the_shipped_example_task_works(tmp_path, engine, evaluator_context):
+def test_the_shipped_example_task_works(tmp_path: Any, engine: Any, evaluator_context: Any) -> None:
     experiments = Path(__file__).parents[2] / "experiments" / "tasks"
     (tmp_path / "task.yaml").write_text((experiments / "hellaswag_local.yaml").read_text())
     (tmp_path / "hellaswag.jsonl").write_text((DATA / "choice.jsonl").read_text())
@@ -227,7 +228,7 @@ def test_the_shipped_example_task_works(tmp_path, engine, evaluator_context):
     ]
 
 
-def test_a_group_gets_a_row_of_its_own(tmp_path, engine, evaluator_context):
+def test_a_group_gets_a_row_of_its_own(tmp_path: Any, engine: Any, evaluator_context: Any) -> None:
     for name in ("one", "two"):
         (tmp_path / f"{name}.yaml").write_text((DATA / "choice.yaml").read_text().replace("tiny_choice", name))
     (tmp_path / "choice.jsonl").write_text((DATA / "choice.jsonl").read_text())

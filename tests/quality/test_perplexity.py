@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ REPEAT = math.log(2)
 OTHER = math.log(2 * 258)
 
 
-def evaluate(engine, context, text=None, **options):
+def evaluate(engine: Any, context: Any, text: Any = None, **options: Any) -> Any:
     if text is not None:
         (context.base / "corpus.txt").write_text(text)
         options = {"corpus": "corpus.txt", "num_tokens": None, **options}
@@ -23,7 +24,7 @@ def evaluate(engine, context, text=None, **options):
 
 
 @given(st.integers(1, 60), st.integers(2, 20), st.data())
-def test_windows_make_every_token_new_exactly_once(num_tokens, window, data):
+def test_windows_make_every_token_new_exactly_once(num_tokens: Any, window: Any, data: Any) -> None:
     stride = data.draw(st.integers(1, window))
     plan = list(windows(num_tokens, window, stride))
     new = [token for each in plan for token in range(each.first_new, each.end)]
@@ -32,12 +33,12 @@ def test_windows_make_every_token_new_exactly_once(num_tokens, window, data):
     assert all(each.end == min(each.start + window, num_tokens) for each in plan)
 
 
-def test_windows_overlap_by_window_minus_stride():
+def test_windows_overlap_by_window_minus_stride() -> None:
     plan = [(each.start, each.first_new, each.end) for each in windows(10, 4, 3)]
     assert plan == [(0, 0, 4), (3, 4, 7), (6, 7, 10)]
 
 
-def test_one_window_by_hand(table_engine, copycat, evaluator_context):
+def test_one_window_by_hand(table_engine: Any, copycat: Any, evaluator_context: Any) -> None:
     # a|a b b: one token is given, then a repetition, a change and a repetition are scored.
     quality = evaluate(table_engine(copycat), evaluator_context(), "aabb", window=16)
     nats = (2 * REPEAT + OTHER) / 3
@@ -49,20 +50,24 @@ def test_one_window_by_hand(table_engine, copycat, evaluator_context):
     assert (quality.better, quality.samples) == ("lower", [pytest.approx(nats)])
 
 
-def test_disjoint_windows_leave_each_first_token_unscored(table_engine, copycat, evaluator_context):
+def test_disjoint_windows_leave_each_first_token_unscored(
+    table_engine: Any, copycat: Any, evaluator_context: Any
+) -> None:
     quality = evaluate(table_engine(copycat), evaluator_context(), "aabb", window=2)
     assert quality.samples == [pytest.approx(REPEAT), pytest.approx(REPEAT)]
     assert quality.value == pytest.approx(2.0)
 
 
-def test_overlapping_windows_score_only_what_is_new(table_engine, copycat, evaluator_context):
+def test_overlapping_windows_score_only_what_is_new(table_engine: Any, copycat: Any, evaluator_context: Any) -> None:
     engine = table_engine(copycat)
     quality = evaluate(engine, evaluator_context(), "abcdefgh", window=4, stride=2)
     assert [(request.first, len(request.token_ids)) for request in engine.scored] == [(1, 4), (2, 4), (2, 4)]
     assert quality.details["num_scored_tokens"] == 7
 
 
-def test_bos_makes_the_first_token_scorable(table_engine, copycat, evaluator_context, byte_tokenizer):
+def test_bos_makes_the_first_token_scorable(
+    table_engine: Any, copycat: Any, evaluator_context: Any, byte_tokenizer: Any
+) -> None:
     engine = table_engine(copycat)
     quality = evaluate(engine, evaluator_context(), "aabb", window=2, bos="bos")
     assert quality.details["num_scored_tokens"] == 4
@@ -70,8 +75,8 @@ def test_bos_makes_the_first_token_scorable(table_engine, copycat, evaluator_con
     assert quality.value == pytest.approx(math.exp((2 * REPEAT + 2 * OTHER) / 4))
 
 
-def test_a_window_as_long_as_the_text_is_the_full_context(table_engine, evaluator_context):
-    def whole_history(tokens):
+def test_a_window_as_long_as_the_text_is_the_full_context(table_engine: Any, evaluator_context: Any) -> None:
+    def whole_history(tokens: Any) -> Any:
         return torch.sin(torch.arange(259.0) * sum(tokens))
 
     text = "the quick brown fox"
@@ -82,7 +87,7 @@ def test_a_window_as_long_as_the_text_is_the_full_context(table_engine, evaluato
     assert narrow.value != pytest.approx(full.value, rel=1e-6)
 
 
-def test_the_name_carries_the_protocol(table_engine, copycat, evaluator_context):
+def test_the_name_carries_the_protocol(table_engine: Any, copycat: Any, evaluator_context: Any) -> None:
     engine = table_engine(copycat)
     quality = evaluate(engine, evaluator_context(), window=8, stride=4, num_tokens=20, protocol="decode")
     assert quality.name == "perplexity[pydoc_topics,decode,window=8,stride=4,bos=none,tokens=20]"
@@ -90,7 +95,7 @@ def test_the_name_carries_the_protocol(table_engine, copycat, evaluator_context)
     assert len(quality.details["corpus_sha256"]) == 64
 
 
-def test_stderr_is_that_of_a_ratio():
+def test_stderr_is_that_of_a_ratio() -> None:
     losses = [WindowLoss(4.0, 2), WindowLoss(2.0, 2), WindowLoss(3.0, 1)]
     mean, stderr = mean_and_stderr(losses)
     assert mean == pytest.approx(9 / 5)
@@ -98,20 +103,25 @@ def test_stderr_is_that_of_a_ratio():
     assert stderr == pytest.approx(math.sqrt(sum(r * r for r in residuals) * 3 / 2) / 5)
 
 
-def test_max_tokens_is_the_longest_scored_sequence(table_engine, copycat, evaluator_context):
-    for options in ({"window": 4, "stride": 2}, {"window": 6, "bos": "bos"}, {"window": 64, "num_tokens": 9}):
+def test_max_tokens_is_the_longest_scored_sequence(table_engine: Any, copycat: Any, evaluator_context: Any) -> None:
+    cases: list[dict[str, Any]] = [
+        {"num_tokens": 12, "window": 4, "stride": 2},
+        {"num_tokens": 12, "window": 6, "bos": "bos"},
+        {"num_tokens": 9, "window": 64},
+    ]
+    for options in cases:
         engine = table_engine(copycat)
-        evaluate(engine, evaluator_context(), "abcdefghijkl", **{"num_tokens": 12, **options})
+        evaluate(engine, evaluator_context(), "abcdefghijkl", **options)
         longest = max(len(request.token_ids) for request in engine.scored)
-        assert PerplexityOptions(**{"num_tokens": 12, **options}).max_tokens() == longest
+        assert PerplexityOptions(**options).max_tokens() == longest
 
 
-def test_a_stride_beyond_the_window_is_refused():
+def test_a_stride_beyond_the_window_is_refused() -> None:
     with pytest.raises(ValueError, match="leaves gaps"):
         PerplexityOptions(window=4, stride=5)
 
 
-def test_a_short_corpus_says_how_long_it_is(table_engine, copycat, evaluator_context):
+def test_a_short_corpus_says_how_long_it_is(table_engine: Any, copycat: Any, evaluator_context: Any) -> None:
     with pytest.raises(UserError, match=r"corpus\.txt: the corpus has 4 tokens, but 9 are asked for"):
         evaluate(table_engine(copycat), evaluator_context(), "aabb", num_tokens=9)
 
@@ -119,7 +129,9 @@ def test_a_short_corpus_says_how_long_it_is(table_engine, copycat, evaluator_con
 @pytest.mark.parametrize(
     ("content", "message"), [(None, "no such corpus file"), (b" \n", "is empty"), (b"\xff\xfe\x00", "not UTF-8")]
 )
-def test_a_bad_corpus_file_is_named(content, message, table_engine, copycat, evaluator_context):
+def test_a_bad_corpus_file_is_named(
+    content: Any, message: Any, table_engine: Any, copycat: Any, evaluator_context: Any
+) -> None:
     context = evaluator_context()
     if content is not None:
         (context.base / "bad.txt").write_bytes(content)
@@ -128,20 +140,22 @@ def test_a_bad_corpus_file_is_named(content, message, table_engine, copycat, eva
     assert "bad.txt" in str(caught.value)
 
 
-def test_a_model_without_tokenizer_is_refused(table_engine, copycat, evaluator_context):
+def test_a_model_without_tokenizer_is_refused(table_engine: Any, copycat: Any, evaluator_context: Any) -> None:
     engine = table_engine(copycat)
     engine.tokenizer = None
     with pytest.raises(UserError, match="no tokenizer"):
         evaluate(engine, evaluator_context(), "aabb")
 
 
-def test_bos_without_a_bos_token_is_refused(table_engine, copycat, evaluator_context, byte_tokenizer):
+def test_bos_without_a_bos_token_is_refused(
+    table_engine: Any, copycat: Any, evaluator_context: Any, byte_tokenizer: Any
+) -> None:
     byte_tokenizer.bos_token_id = None
     with pytest.raises(UserError, match="no BOS token"):
         evaluate(table_engine(copycat, byte_tokenizer), evaluator_context(), "aabb", bos="bos")
 
 
-def test_log_probabilities_that_are_not_finite_are_an_error(table_engine, evaluator_context):
+def test_log_probabilities_that_are_not_finite_are_an_error(table_engine: Any, evaluator_context: Any) -> None:
     engine = table_engine(lambda tokens: torch.full((259,), float("nan")))
     with pytest.raises(InfermixError, match="not finite"):
         evaluate(engine, evaluator_context(), "aabb")

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -20,8 +21,8 @@ PROMPTS = [(10, 20, 30, 40, 50), (60,), (70, 80, 90)]
 
 
 @pytest.fixture
-def make_engine(llama, byte_tokenizer, ticks):
-    def make(model=llama, eos=(2,), tokenizer=byte_tokenizer, **options):
+def make_engine(llama: Any, byte_tokenizer: Any, ticks: Any) -> Any:
+    def make(model: Any = llama, eos: Any = (2,), tokenizer: Any = byte_tokenizer, **options: Any) -> Any:
         return TransformersEngine(
             model=model,
             eos_token_ids=eos,
@@ -35,11 +36,11 @@ def make_engine(llama, byte_tokenizer, ticks):
     return make
 
 
-def request(name, prompt, **sampling):
+def request(name: Any, prompt: Any, **sampling: Any) -> Any:
     return Request(request_id=name, prompt_ids=prompt, sampling=SamplingParams(**sampling))
 
 
-def run(engine, *requests):
+def run(engine: Any, *requests: Any) -> Any:
     """Tokens, finish reason and time stamps per request id."""
     outputs = {each.request_id: SimpleNamespace(tokens=[], reason=None, times=[]) for each in requests}
     for each in requests:
@@ -55,7 +56,7 @@ def run(engine, *requests):
 
 
 @torch.no_grad()
-def greedy(model, prompt, num_tokens):
+def greedy(model: Any, prompt: Any, num_tokens: Any) -> Any:
     """The textbook: a full forward for every token."""
     tokens = list(prompt)
     for _ in range(num_tokens):
@@ -64,7 +65,7 @@ def greedy(model, prompt, num_tokens):
 
 
 @pytest.mark.parametrize("options", [{}, {"cache": "static"}, {"attn_implementation": "eager"}, {"batch_size": 2}])
-def test_greedy_tokens_equal_full_forwards(options, make_engine, llama):
+def test_greedy_tokens_equal_full_forwards(options: Any, make_engine: Any, llama: Any) -> None:
     engine = make_engine(**options)
     requests = [
         request(str(i), prompt, max_new_tokens=4 + 3 * i, ignore_eos=True) for i, prompt in enumerate(PROMPTS)
@@ -75,13 +76,13 @@ def test_greedy_tokens_equal_full_forwards(options, make_engine, llama):
         assert outputs[str(i)].reason is FinishReason.LENGTH
 
 
-def test_every_token_has_the_stamp_of_its_own_step(make_engine):
+def test_every_token_has_the_stamp_of_its_own_step(make_engine: Any) -> None:
     engine = make_engine()
     outputs = run(engine, *(request(str(i), p, max_new_tokens=5, ignore_eos=True) for i, p in enumerate(PROMPTS)))
     assert [outputs[str(i)].times for i in range(3)] == [[1, 2, 3, 4, 5]] * 3
 
 
-def test_a_row_ends_at_eos_and_the_others_go_on(make_engine, llama):
+def test_a_row_ends_at_eos_and_the_others_go_on(make_engine: Any, llama: Any) -> None:
     tokens = greedy(llama, PROMPTS[0], 8)
     eos = tokens[3]
     end = tokens.index(eos) + 1
@@ -97,7 +98,7 @@ def test_a_row_ends_at_eos_and_the_others_go_on(make_engine, llama):
     assert outputs["long"].tokens == (other[: other.index(eos) + 1] if eos in other else other)
 
 
-def test_ignore_eos_runs_to_the_length_but_stop_tokens_still_stop(make_engine, llama):
+def test_ignore_eos_runs_to_the_length_but_stop_tokens_still_stop(make_engine: Any, llama: Any) -> None:
     tokens = greedy(llama, PROMPTS[0], 8)
     engine = make_engine(eos=(tokens[0],))
     ignoring = run(engine, request("a", PROMPTS[0], max_new_tokens=8, ignore_eos=True))["a"]
@@ -108,7 +109,7 @@ def test_ignore_eos_runs_to_the_length_but_stop_tokens_still_stop(make_engine, l
     assert (stopping.tokens, stopping.reason) == (tokens[:first], FinishReason.STOP)
 
 
-def test_min_new_tokens_keeps_eos_away(make_engine, llama):
+def test_min_new_tokens_keeps_eos_away(make_engine: Any, llama: Any) -> None:
     eos = greedy(llama, PROMPTS[0], 1)[0]
     engine = make_engine(eos=(eos,))
     output = run(engine, request("a", PROMPTS[0], max_new_tokens=8, min_new_tokens=5))["a"]
@@ -116,7 +117,9 @@ def test_min_new_tokens_keeps_eos_away(make_engine, llama):
     assert len(output.tokens) >= 5
 
 
-def test_a_stop_string_ends_with_the_token_that_completes_it(make_engine, llama, byte_tokenizer):
+def test_a_stop_string_ends_with_the_token_that_completes_it(
+    make_engine: Any, llama: Any, byte_tokenizer: Any
+) -> None:
     tokens = greedy(llama, PROMPTS[0], 30)
     text = byte_tokenizer.decode(tokens)
     stop = next(text[i : i + 2] for i in range(3, len(text) - 2) if text[i : i + 2].isascii())
@@ -125,28 +128,28 @@ def test_a_stop_string_ends_with_the_token_that_completes_it(make_engine, llama,
     assert (len(output.tokens), output.reason) == (expected, FinishReason.STOP)
 
 
-def test_stop_strings_need_a_tokenizer(make_engine):
+def test_stop_strings_need_a_tokenizer(make_engine: Any) -> None:
     with pytest.raises(UserError, match="stop strings need a tokenizer"):
         make_engine(tokenizer=None).submit(request("a", (5,), stop=("x",)))
 
 
-def test_sampling_is_repeatable_and_depends_on_the_seed(make_engine):
+def test_sampling_is_repeatable_and_depends_on_the_seed(make_engine: Any) -> None:
     engine = make_engine()
 
-    def draw(seed):
+    def draw(seed: Any) -> Any:
         return run(engine, request("a", PROMPTS[0], max_new_tokens=20, temperature=1.0, seed=seed))["a"].tokens
 
     assert draw(1) == draw(1)
     assert draw(1) != draw(2)
 
 
-def test_top_k_one_is_greedy(make_engine, llama):
+def test_top_k_one_is_greedy(make_engine: Any, llama: Any) -> None:
     engine = make_engine()
     output = run(engine, request("a", PROMPTS[0], max_new_tokens=6, temperature=2.0, top_k=1, ignore_eos=True))
     assert output["a"].tokens == greedy(llama, PROMPTS[0], 6)
 
 
-def test_different_sampling_never_shares_a_call(make_engine, llama):
+def test_different_sampling_never_shares_a_call(make_engine: Any, llama: Any) -> None:
     engine = make_engine()
     outputs = run(
         engine,
@@ -159,7 +162,7 @@ def test_different_sampling_never_shares_a_call(make_engine, llama):
     assert engine.report().counters["generate_calls"] == 2
 
 
-def test_sampling_defaults_of_the_checkpoint_do_not_leak_in(make_engine, llama):
+def test_sampling_defaults_of_the_checkpoint_do_not_leak_in(make_engine: Any, llama: Any) -> None:
     from transformers import GenerationConfig
 
     expected = greedy(llama, PROMPTS[0], 12)
@@ -170,7 +173,7 @@ def test_sampling_defaults_of_the_checkpoint_do_not_leak_in(make_engine, llama):
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-def test_scores_equal_the_full_forward(cache, make_engine, llama):
+def test_scores_equal_the_full_forward(cache: Any, make_engine: Any, llama: Any) -> None:
     ids = tuple(torch.arange(3, 40).tolist())
     with torch.no_grad():
         logits = llama(torch.tensor([ids]), use_cache=False).logits[0]
@@ -185,7 +188,7 @@ def test_scores_equal_the_full_forward(cache, make_engine, llama):
         assert score.top1 == logits[4:-1].argmax(-1).tolist()
 
 
-def test_scoring_whole_sequences_from_their_second_token(make_engine):
+def test_scoring_whole_sequences_from_their_second_token(make_engine: Any) -> None:
     for protocol in ("prefill", "decode"):
         (score,) = make_engine().score([ScoreRequest((7, 8, 9), 1, protocol)])
         assert len(score.logprobs) == 2
@@ -193,12 +196,12 @@ def test_scoring_whole_sequences_from_their_second_token(make_engine):
 
 
 @pytest.mark.parametrize(("ids", "first"), [((5, 6), 0), ((5, 6), 2), (tuple(range(3, 200)), 1)])
-def test_what_cannot_be_scored_is_refused(ids, first, make_engine):
+def test_what_cannot_be_scored_is_refused(ids: Any, first: Any, make_engine: Any) -> None:
     with pytest.raises(UserError, match="cannot score"):
         make_engine().score([ScoreRequest(ids, first)])
 
 
-def test_bad_requests_are_refused(make_engine):
+def test_bad_requests_are_refused(make_engine: Any) -> None:
     engine = make_engine()
     with pytest.raises(UserError, match="the prompt is empty"):
         engine.submit(request("a", ()))
@@ -207,7 +210,7 @@ def test_bad_requests_are_refused(make_engine):
     assert not engine.has_work
 
 
-def test_the_report_says_what_ran(make_engine, llama):
+def test_the_report_says_what_ran(make_engine: Any, llama: Any) -> None:
     engine = make_engine(cache="static", attn_implementation="eager")
     run(engine, *(request(str(i), p, max_new_tokens=3, ignore_eos=True) for i, p in enumerate(PROMPTS)))
     report = engine.report()
@@ -222,7 +225,7 @@ def test_the_report_says_what_ran(make_engine, llama):
     assert engine.report().counters["generate_calls"] == 0
 
 
-def test_reset_forgets_waiting_requests_and_close_lets_go_of_the_model(make_engine):
+def test_reset_forgets_waiting_requests_and_close_lets_go_of_the_model(make_engine: Any) -> None:
     engine = make_engine()
     engine.submit(request("a", (5,), max_new_tokens=4))
     engine.reset()
@@ -232,7 +235,7 @@ def test_reset_forgets_waiting_requests_and_close_lets_go_of_the_model(make_engi
         engine.score([ScoreRequest((5, 6), 1)])
 
 
-def test_compile_needs_a_static_cache():
+def test_compile_needs_a_static_cache() -> None:
     with pytest.raises(ValueError, match="needs cache: static"):
         TransformersOptions(compile=True)
 
@@ -240,15 +243,15 @@ def test_compile_needs_a_static_cache():
 class Doubling:
     """A quantizer that leaves a mark: the output layer's weights are doubled."""
 
-    def load_arguments(self):
+    def load_arguments(self) -> Any:
         return {}
 
-    def apply(self, model, context):
+    def apply(self, model: Any, context: Any) -> Any:
         model.lm_head.weight.data *= 2
         return QuantizationReport("doubling", 32.0, 0, {"lm_head": "torch"})
 
 
-def test_a_saved_model_is_loaded_and_handed_to_the_quantizer(llama, tmp_path, ticks):
+def test_a_saved_model_is_loaded_and_handed_to_the_quantizer(llama: Any, tmp_path: Any, ticks: Any) -> None:
     llama.save_pretrained(tmp_path)
     component = Component(name="doubling", role=Role.QUANTIZER, summary="", build=lambda options, context: Doubling())
     choice = Choice(Registered(component, Provenance("test", "0", "test")), None)
@@ -275,7 +278,7 @@ def test_a_saved_model_is_loaded_and_handed_to_the_quantizer(llama, tmp_path, ti
     torch.testing.assert_close(score.logits, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_listing_the_plugins_imports_nothing_heavy():
+def test_listing_the_plugins_imports_nothing_heavy() -> None:
     code = (
         "import sys, infermix_transformers.plugin as t, infermix_lm_eval.plugin as l, infermix.quality.components;"
         "t.infermix_engine(); l.infermix_evaluator();"
