@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
+import os
 import platform
+import sys
 from typing import TYPE_CHECKING, Any
 
 from infermix.commands.plugins import SAMPLE_MODEL
@@ -23,6 +25,8 @@ HELP = "What this machine has, which parts can run on it, and its measured ceili
 
 _LIBRARIES = ("torch", "transformers", "triton", "safetensors", "tokenizers", "gguf", "nvidia-ml-py")
 _DEVICES = ("cpu", "cuda")
+#: Load average above which something else is computing.
+_BUSY_LOAD = 1.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,6 +67,9 @@ def _measured(device: str, machine: MachineFacts, num_threads: int | None) -> Ma
     from infermix.measure.ceilings import measure_ceilings
 
     threads = num_threads or machine.num_cores
+    load = os.getloadavg()[0]
+    if load > _BUSY_LOAD:
+        print(f"warning: the load is {load:.1f}; ceilings measured now may be too low", file=sys.stderr)
     store_ceilings(machine, measure_ceilings(device, threads))
     return machine_facts(device)
 

@@ -74,11 +74,12 @@ def _gguf_facts(source: ResolvedSource, dtype: str) -> ModelFacts:
     header = read_gguf_header(source.file)
     config = gguf_config(header)
     tensors = [tensor for tensor in header.tensors if tensor.name not in NOT_PARAMETERS]
-    refusal = _refusal(config)
-    if header.architecture not in MODEL_TYPES:
+    if header.architecture in MODEL_TYPES:
+        refusal = _refusal(config)
+        described = _checked(_describe(source, config, tensors, refusal), tensors)
+    else:
         refusal = f"GGUF files of architecture {header.architecture!r} are not read"
-    described = _describe(source, config, tensors, refusal)
-    described = _checked(described, tensors)
+        described = _bare(config, tensors)
     return _facts(source, described, _DEFAULT_DTYPE if dtype == "auto" else dtype, refusal, header.digest, False)
 
 

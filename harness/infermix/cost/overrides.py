@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from typing import Any
 
-from infermix.errors import UserError, nearest
+from infermix.errors import UserError
 from infermix.spec.experiment import ModelSource
 
 #: Keys that decide the shape of some weight; replacing one under real weights cannot work.
@@ -87,11 +88,11 @@ def apply_overrides(config: Mapping[str, Any], model: ModelSource, *, real: bool
     known = set(config) | SHAPE_KEYS | OTHER_KEYS
     for key, value in model.config.items():
         if key not in known:
-            hint = nearest(key, known)
+            close = difflib.get_close_matches(key, known, n=1)
             raise UserError(
                 f"{key!r} is no value of this model's config",
                 key=f"model.config.{key}",
-                hint=hint and hint.split("; known")[0],
+                hint=f"did you mean {close[0]!r}?" if close else None,
             )
         if real and key in SHAPE_KEYS and config.get(key) != value:
             raise UserError(

@@ -25,8 +25,8 @@ _SIZES: dict[str, tuple[int, int, tuple[str, ...]]] = {
 def measure_ceilings(device: str, num_threads: int | None = None) -> Ceilings:
     """Takes some seconds. Random data; the copy counts bytes read and written.
 
-    On a GPU the median of repeats counts. On a CPU the best does, as other processes only ever slow it down, and plain
-    reads stand in for the copy where they are faster: there a write fetches its line first, which nobody counts.
+    On a GPU the median of repeats counts. On a CPU the best does, as other processes only ever slow it down, and
+    plain reads stand in for the copy where they are faster: there a write fetches its line first, uncounted.
     `num_threads` bounds the CPU threads (all usable ones by default) and is put back afterwards. float32 products
     are computed in full float32 (no TF32), as the cells compute them.
     """
