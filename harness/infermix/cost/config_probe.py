@@ -53,7 +53,7 @@ def probe_config(config: Mapping[str, Any], *, where: str, directory: str, trust
 
 
 def _ask(request: str, where: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "infermix.cost.config_probe_child"]
+    command = [sys.executable, "-P", "-m", "infermix.cost.config_probe_child"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     try:
         done = subprocess.run(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from infermix.cost.safetensors_header import is_complete
 from infermix.errors import UserError
 
 _SMALL_FILES = ("*.json", "*.model", "*.jinja", "*.txt")
@@ -13,7 +14,7 @@ _WEIGHT_FILES = ("*.safetensors",)
 def snapshot(repo_id: str, revision: str | None, *, weights: bool) -> Path:
     """The folder of a repository's files. Raises `UserError` when it does not exist or cannot be reached."""
     cached = _cached(repo_id, revision)
-    if cached is not None and (not weights or _complete(cached)):
+    if cached is not None and (not weights or is_complete(cached)):
         return cached
     return _download(repo_id, revision, weights)
 
@@ -29,15 +30,6 @@ def _cached(repo_id: str, revision: str | None) -> Path | None:
     except HFValidationError as error:
         raise UserError(f"{repo_id!r} is no Hugging Face id: {error}", key="model.source") from None
     return folder if (folder / "config.json").is_file() else None
-
-
-def _complete(folder: Path) -> bool:
-    from infermix.cost.safetensors_header import checkpoint_files
-
-    try:
-        return bool(checkpoint_files(folder))
-    except UserError:  # some shards are not here yet
-        return False
 
 
 def _download(repo_id: str, revision: str | None, weights: bool) -> Path:

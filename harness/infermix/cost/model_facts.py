@@ -20,7 +20,12 @@ from infermix.cost.config_probe import probe_config
 from infermix.cost.gguf_config import MODEL_TYPES, NOT_PARAMETERS, gguf_config
 from infermix.cost.gguf_header import read_gguf_header
 from infermix.cost.layers import layers_of, probed_layers
-from infermix.cost.safetensors_header import checkpoint_files, read_safetensors_header
+from infermix.cost.safetensors_header import (
+    SafetensorsHeader,
+    checkpoint_files,
+    is_complete,
+    read_safetensors_header,
+)
 from infermix.cost.tensors import Inventory, TensorInfo, inventory
 from infermix.errors import UserError, nearest
 from infermix.roles.facts import DTYPE_BYTES, LayerFacts, ModelFacts, ResolvedSource
@@ -54,19 +59,31 @@ def read_model_facts(source: ResolvedSource, *, dtype: str = "auto", dummy: bool
         return _gguf_facts(source, dtype)
     config = source.config
     refusal = _refusal(config)
-    files = () if source.kind == "dummy" else checkpoint_files(source.directory)
-    header = read_safetensors_header(files) if files else None
+    header = _header(source)
     described = _describe(source, config, header.tensors if header else (), refusal)
     if header is not None:
         described = _checked(described, header.tensors)
     is_dummy = dummy or source.kind == "dummy"
-    return _facts(source, described, dtype, refusal, header.digest if header else "", is_dummy)
+    return _facts(source, described, dtype, refusal, _weights_digest(source, header), is_dummy)
 
 
 def checkpoint_dtype(config: Mapping[str, Any]) -> str:
     """The dtype a `config.json` names, float32 where it names none."""
     name = config.get("dtype") or config.get("torch_dtype") or _text(config).get("dtype") or _DEFAULT_DTYPE
     return str(name).removeprefix("torch.")
+
+
+def _header(source: ResolvedSource) -> SafetensorsHeader | None:
+    """Headers of the weights; `None` for dummies and for hub models that are not downloaded yet."""
+    if source.kind == "dummy" or (source.repo_id is not None and not is_complete(source.directory)):
+        return None
+    return read_safetensors_header(checkpoint_files(source.directory))
+
+
+def _weights_digest(source: ResolvedSource, header: SafetensorsHeader | None) -> str:
+    if source.repo_id is not None:  # the snapshot's folder is its commit: known before the weights are here
+        return f"{source.repo_id}@{source.directory.name}"
+    return header.digest if header else ""
 
 
 def _gguf_facts(source: ResolvedSource, dtype: str) -> ModelFacts:
@@ -174,12 +191,15 @@ def _features(
 
 
 def _checked(described: _Described, tensors: Iterable[TensorInfo]) -> _Described:
-    """Compare with the file: its own sum wins for tensors the family does not explain, and a note says so."""
+    """Compare with the file: where it lists other values (buffers, extra heads), a note says so."""
     listed = sum(t.num_elements for t in tensors if not (described.weights.tied and t.name == "lm_head.weight"))
     expected = described.weights.num_parameters
-    if listed == expected or described.config.get("quantization_config"):
+    if described.config.get("quantization_config"):
+        note = "the checkpoint is quantized; sizes are those of the unquantized model"
+    elif listed != expected:
+        note = f"the file lists {listed:,} values, the model has {expected:,} parameters"
+    else:
         return described
-    note = f"the file lists {listed:,} values, the model has {expected:,} parameters"
     return replace(described, notes=(*described.notes, note))
 
 

@@ -49,6 +49,14 @@ def checkpoint_files(directory: Path) -> tuple[Path, ...]:
     return tuple(found)
 
 
+def is_complete(directory: Path) -> bool:
+    """Whether the directory holds a whole checkpoint."""
+    try:
+        return bool(checkpoint_files(directory))
+    except UserError:  # some files of the index are not there
+        return False
+
+
 def _indexed(directory: Path, index: Path) -> tuple[Path, ...]:
     try:
         names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
