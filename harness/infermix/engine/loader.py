@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from infermix.cost.safetensors_header import checkpoint_files, read_safetensors_header
+from infermix.cost.source import fetch_weights
 from infermix.engine.hf_cache import converted_gguf
 from infermix.engine.tokenizer import HfTokenizer, as_ids, read_tokenizer
 from infermix.errors import OutOfMemory, UserError
@@ -61,6 +62,7 @@ def load_model(
     try:
         if source.kind == "dummy":
             return _draw(source, torch_dtype, torch.device(device), seed)
+        source = fetch_weights(source)
         directory = _gguf_directory(source, progress) if source.kind == "gguf" else source.directory
         return _read(source, directory, torch_dtype, torch.device(device), load_arguments or {})
     except torch.OutOfMemoryError as error:
