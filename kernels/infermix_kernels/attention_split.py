@@ -1,0 +1,225 @@
+"""Attention of short queries: the context of a sequence is split over programs, the last one to finish combines."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from infermix_kernels.attention_tile import (
+    DENSE,
+    attend,
+    head_pool,
+    initial_state,
+    load_queries,
+    normalise,
+    rows_of,
+    store_output,
+)
+
+
+@triton.jit
+def combine(
+    sums,
+    stats,
+    first_slot,
+    active,
+    useful,
+    BLOCK_M: tl.constexpr,
+    DV: tl.constexpr,
+    PAD_V: tl.constexpr,
+):
+    """Accumulator and sum of weights over the partial results in slots `first_slot ... first_slot + active`."""
+    rows = tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, PAD_V)
+    mask = useful[:, None] & (dims[None, :] < DV)
+    acc = tl.zeros([BLOCK_M, PAD_V], dtype=tl.float32)
+    total = tl.zeros([BLOCK_M], dtype=tl.float32)
+    peak = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    for index in tl.range(0, active, num_stages=4):
+        slot = (first_slot + index).to(tl.int64)
+        part_peak = tl.load(
+            stats + slot * (2 * BLOCK_M) + rows, mask=useful, other=float("-inf"), cache_modifier=".cg"
+        )
+        part_total = tl.load(
+            stats + slot * (2 * BLOCK_M) + BLOCK_M + rows, mask=useful, other=0.0, cache_modifier=".cg"
+        )
+        part = tl.load(
+            sums + (slot * BLOCK_M + rows[:, None]) * DV + dims[None, :], mask=mask, other=0.0, cache_modifier=".cg"
+        )
+        new_peak = tl.maximum(peak, part_peak)
+        anchor = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        decay = tl.math.exp2(peak - anchor)
+        weight = tl.math.exp2(part_peak - anchor)
+        total = total * decay + part_total * weight
+        acc = acc * decay[:, None] + part * weight[:, None]
+        peak = new_peak
+    return acc, total
+
+
+@triton.jit(
+    do_not_specialize=["H", "head_tiles", "row_tiles", "num_splits", "window", "stride_table"],
+    do_not_specialize_on_alignment=["cu_seqlens", "context_lens", "tables", "sinks", "tree_mask"],
+)
+def split_kernel(
+    q,
+    keys,
+    values,
+    key_scales,
+    value_scales,
+    out,
+    sums,
+    stats,
+    counters,
+    cu_seqlens,
+    context_lens,
+    tables,
+    sinks,
+    tree_mask,
+    H,
+    head_tiles,
+    row_tiles,
+    num_splits,
+    factor,
+    cap,
+    window,
+    stride_qt,
+    stride_qh,
+    stride_kb,
+    stride_kt,
+    stride_kh,
+    stride_vb,
+    stride_vt,
+    stride_vh,
+    stride_sb,
+    stride_st,
+    stride_sh,
+    stride_table,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    PAD_K: tl.constexpr,
+    PAD_V: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ADDRESSING: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr,
+    TREE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    VALUE_GAIN: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Grid: (head tiles x splits, heads first so that neighbours read the same tokens; sequences x row tiles).
+
+    A sequence is cut into as many equal runs of whole tiles as there are splits, fewer when it is short. One run is
+    written out at once; of several, each leaves its partial result in its slot, and the one that arrives last at the
+    counter combines them and sets the counter back to zero for the next launch.
+    """
+    TOKENS: tl.constexpr = BLOCK_M // HEADS
+    GAIN: tl.constexpr = VALUE_GAIN if VALUE_GAIN != 0 else 1
+    head_tile = tl.program_id(0) % head_tiles
+    split = tl.program_id(0) // head_tiles
+    seq = tl.program_id(1) // row_tiles
+    row_tile = tl.program_id(1) % row_tiles
+    first_token = tl.load(cu_seqlens + seq)
+    query_len = tl.load(cu_seqlens + seq + 1) - first_token
+    context = tl.load(context_lens + seq)
+    first_new = context - query_len
+
+    first_row = row_tile * TOKENS
+    hi = context
+    if not TREE:
+        hi = tl.minimum(first_new + tl.minimum(first_row + TOKENS, query_len), context)
+    lo = 0
+    if WINDOW:
+        lo = tl.maximum(first_new + first_row - window + 1, 0) // BLOCK_N * BLOCK_N
+    tiles = tl.maximum(tl.cdiv(hi - lo, BLOCK_N), 1)
+    tiles_per_split = tl.cdiv(tiles, num_splits)
+    active = tl.cdiv(tiles, tiles_per_split)
+    if (split >= active) | (first_row >= query_len):
+        return
+
+    token, head, in_tile = rows_of(row_tile, head_tile, BLOCK_M, HEADS)
+    valid = in_tile & (token < query_len)
+    query = load_queries(q, first_token, token, head, valid, stride_qt, stride_qh, DK, PAD_K)
+    acc, total, peak = initial_state(sinks, head, valid, split == 0, BLOCK_M, PAD_V, SINKS)
+    q_pos = first_new + token
+    tree_bits = q_pos
+    if TREE:
+        tree_bits = tl.load(tree_mask + first_token + token, mask=valid, other=0)
+
+    kv_head = (head_tile * HEADS // GROUP).to(tl.int64)
+    row = seq.to(tl.int64)
+    keys = head_pool(keys, kv_head, row, stride_kh, stride_kb, ADDRESSING)
+    values = head_pool(values, kv_head, row, stride_vh, stride_vb, ADDRESSING)
+    table = tables
+    if ADDRESSING != DENSE:
+        table = tables + row * stride_table
+    if VALUE_GAIN != 0:
+        key_scales = head_pool(key_scales, kv_head, row, stride_sh, stride_sb, ADDRESSING)
+        value_scales = head_pool(value_scales, kv_head, row, stride_sh, stride_sb, ADDRESSING)
+    begin = lo + split * tiles_per_split * BLOCK_N
+    acc, total, peak = attend(
+        acc,
+        total,
+        peak,
+        query,
+        q_pos,
+        tree_bits,
+        first_new,
+        keys,
+        values,
+        key_scales,
+        value_scales,
+        table,
+        begin,
+        tl.minimum(begin + tiles_per_split * BLOCK_N, hi),
+        context,
+        factor,
+        cap,
+        window,
+        stride_kb,
+        stride_kt,
+        stride_vb,
+        stride_vt,
+        stride_sb,
+        stride_st,
+        DK,
+        DV,
+        PAD_K,
+        PAD_V,
+        BLOCK_N,
+        BLOCK_SIZE,
+        ADDRESSING,
+        True,
+        WINDOW,
+        SOFTCAP,
+        TREE,
+        VALUE_GAIN,
+        PRECISION,
+    )
+    if SPLIT:
+        if active > 1:
+            unit = tl.program_id(1) * head_tiles + head_tile
+            slot = (unit * num_splits + split).to(tl.int64)
+            rows = tl.arange(0, BLOCK_M)
+            dims = tl.arange(0, PAD_V)
+            mask = valid[:, None] & (dims[None, :] < DV)
+            tl.store(stats + slot * (2 * BLOCK_M) + rows, peak, mask=valid)
+            tl.store(stats + slot * (2 * BLOCK_M) + BLOCK_M + rows, total, mask=valid)
+            tl.store(sums + (slot * BLOCK_M + rows[:, None]) * DV + dims[None, :], acc, mask=mask)
+            # All threads' stores come before the one atomic that releases them to the program that reads them.
+            tl.debug_barrier()
+            arrived = tl.atomic_add(counters + unit, 1, sem="acq_rel", scope="gpu")
+            if arrived == active - 1:
+                tl.store(counters + unit, 0)
+                sum_of_all, total_of_all = combine(sums, stats, unit * num_splits, active, valid, BLOCK_M, DV, PAD_V)
+                result = normalise(sum_of_all, total_of_all, GAIN)
+                store_output(out, result, first_token, token, head, valid, H, DV, PAD_V)
+        else:
+            store_output(out, normalise(acc, total, GAIN), first_token, token, head, valid, H, DV, PAD_V)
+    else:
+        store_output(out, normalise(acc, total, GAIN), first_token, token, head, valid, H, DV, PAD_V)

@@ -1,0 +1,1 @@
+"""The plain-PyTorch meaning of every kernel."""
