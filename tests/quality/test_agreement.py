@@ -84,6 +84,17 @@ def test_a_near_tie_is_excused_but_only_rarely(table_engine: Any, evaluator_cont
     assert not greedy.details["lossless"]
 
 
+def test_the_margin_counts_where_the_outputs_part(table_engine: Any, evaluator_context: Any) -> None:
+    def tie_at_seven(flipped: bool) -> Any:
+        clear, tie = two_way(0.5), two_way(1e-4, flip_at=7 if flipped else None)
+        return lambda tokens: tie(tokens) if len(tokens) == 7 else clear(tokens)
+
+    engine, reference = table_engine(tie_at_seven(True)), table_engine(tie_at_seven(False))
+    found = evaluate(engine, reference, evaluator_context, num_tokens=6)
+    assert found["first_divergence"].details["divergences"] == [3, 3, 3]
+    assert found["first_divergence"].details["excused"] == 3
+
+
 def test_greedy_tokens_can_be_left_out(table_engine: Any, copycat: Any, evaluator_context: Any) -> None:
     found = evaluate(table_engine(copycat), table_engine(copycat), evaluator_context, new_tokens=0)
     assert sorted(found) == ["kl_divergence", "top1_agreement"]

@@ -145,7 +145,10 @@ def test_bos_starts_every_prompt(table_engine: Any, copycat: Any, byte_tokenizer
 
 def test_log_likelihood_and_greedy_flag_by_hand(table_engine: Any, copycat: Any, byte_tokenizer: Any) -> None:
     model = EngineLM(table_engine(copycat), byte_tokenizer, max_length=48, batch_size=1)
-    same, other = model.loglikelihood([_Instance(("xa", "aa")), _Instance(("xa", "ab"))])
+    short, same, other = model.loglikelihood(
+        [_Instance(("a", "a")), _Instance(("xa", "aa")), _Instance(("xxa", "ab"))]
+    )
+    assert short == (pytest.approx(-math.log(2)), True)
     assert same == (pytest.approx(-2 * math.log(2)), True)
     assert other == (pytest.approx(-math.log(2) - math.log(2 * 258)), False)
 

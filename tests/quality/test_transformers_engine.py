@@ -16,6 +16,7 @@ from infermix.roles.quantizer import QuantizationReport
 from infermix.roles.request import FinishReason, Request, SamplingParams
 from infermix_transformers.engine import TransformersEngine, build_engine
 from infermix_transformers.plugin import TransformersOptions
+from infermix_transformers.scoring import score_prefill
 
 PROMPTS = [(10, 20, 30, 40, 50), (60,), (70, 80, 90)]
 
@@ -186,6 +187,18 @@ def test_scores_equal_the_full_forward(cache: Any, make_engine: Any, llama: Any)
         torch.testing.assert_close(torch.tensor(score.logprobs), expected, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(score.logits, logits[4:-1], rtol=1e-4, atol=1e-4)
         assert score.top1 == logits[4:-1].argmax(-1).tolist()
+
+
+def test_models_that_always_return_every_row_are_scored_alike(llama: Any) -> None:
+    class EveryRow(torch.nn.Module):
+        def forward(self, input_ids: torch.Tensor, use_cache: bool) -> Any:
+            return llama(input_ids=input_ids, use_cache=use_cache)
+
+    asked = ScoreRequest(tuple(range(3, 20)), 9)
+    with torch.no_grad():
+        found, expected = score_prefill(EveryRow(), asked, "cpu"), score_prefill(llama, asked, "cpu")
+    assert found.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
+    assert len(found.logprobs) == 8
 
 
 def test_scoring_whole_sequences_from_their_second_token(make_engine: Any) -> None:
