@@ -169,6 +169,7 @@ def test_baseline_by_a_default_part(load) -> None:  # type: ignore[no-untyped-de
             "sweep: {zip: {seed: [1, 2], dtype: [float32]}}\n",
             ["x.yaml:3:14: sweep.zip: the lists differ in length: seed has 2, dtype has 1"],
         ),
+        ("sweep: {seed: [1, 2], zip: {seed: [3]}}\n", ["x.yaml:3:28: sweep.zip: seed is varied twice"]),
         ("sweep: {seed: [1], include: {seed: 3}}\n", ["x.yaml:3:29: sweep.include: expected a list of mappings"]),
         (
             "sweep: {seed: [1], exclude: [{seed: 3}]}\n",

@@ -15,6 +15,7 @@ A swept value replaces what the file says at that path.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -70,7 +71,9 @@ class SweepReader:
             if key not in CLAUSES
             for path, values in self._axis(key, node, ("sweep", key))
         ]
-        axes += self._zips(section.value.get("zip"))
+        groups = self._zips(section.value.get("zip"))
+        self._refuse_repeats([*axes, *groups])
+        axes += groups
         extra = self._includes(section.value.get("include"))
         if self._report.errors:
             return []
@@ -89,6 +92,13 @@ class SweepReader:
         """A mapping of dotted paths to values."""
         point = self._point(node, at)
         return Pattern({path: assigned.value for path, assigned in point.items()}, at) if point else None
+
+    def _refuse_repeats(self, axes: Sequence[Sequence[Point]]) -> None:
+        """A path in the grid and in `zip`, or in two of its groups, would be decided by one of them alone."""
+        counts = Counter(path for axis in axes for path in axis[0])
+        for path, count in counts.items():
+            if count > 1:
+                self._report.add(("sweep", "zip"), f"{dotted(path)} is varied twice")
 
     def _refuse_size(self, axes: Sequence[Sequence[Point]], extra: int, max_cells: int) -> None:
         count = extra
