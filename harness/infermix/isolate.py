@@ -59,10 +59,15 @@ class Log:
 
 
 def child_environment(num_threads: int | None) -> dict[str, str]:
-    """The caller's environment with pinned CPU threads (`None`: every core that this process may use)."""
+    """The caller's environment with pinned CPU threads (`None`: every core that this process may use).
+
+    Waiting threads sleep instead of spinning unless the caller says otherwise: on a machine with other load, spinning
+    made a small product with two threads 30 times slower (measured, 21 ms against 0.7 ms).
+    """
     threads = str(num_threads or usable_cores())
     pinned = dict.fromkeys(_THREAD_VARIABLES, threads)
-    return {**os.environ, **pinned, "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+    fixed = {"TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+    return {"OMP_WAIT_POLICY": "PASSIVE", **os.environ, **pinned, **fixed}
 
 
 class Child:
