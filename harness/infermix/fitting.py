@@ -162,9 +162,7 @@ def _max_num_seqs(choices: Mapping[Role, Choice]) -> int:
     """The smallest of what scheduler and engine admit and what the workload keeps in flight."""
     options = choices[Role.WORKLOAD].options
     in_flight = options.max_in_flight() if isinstance(options, WorkloadOptions) else None
-    bounds = [_option(choices, "max_num_seqs"), in_flight]
-    if Role.KV not in choices:
-        bounds.append(_option(choices, "batch_size"))
+    bounds = [_option(choices, "max_num_seqs"), _option(choices, "batch_size"), in_flight]
     return min((bound for bound in bounds if bound), default=_ASSUMED_SEQS)
 
 

@@ -16,6 +16,7 @@ import torch
 
 from infermix.engine.probe import AttentionCall, LayerProbe, layer_specs
 from infermix.errors import Unsupported
+from infermix.roles.families import check_family
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -75,6 +76,7 @@ class Joint:
         self._takes_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._previous: str = model.config._attn_implementation
         self._context = ForwardContext()
+        _refuse_family(model.config)
         _register()
         self._use(ATTENTION_NAME)
         try:
@@ -83,6 +85,10 @@ class Joint:
         except BaseException:
             self._use(self._previous)
             raise
+
+    @property
+    def model_type(self) -> str:
+        return self.model.config.get_text_config(decoder=True).model_type
 
     @property
     def layers(self) -> Mapping[int, LayerSpec]:
@@ -159,6 +165,13 @@ class Joint:
     def _use(self, name: str) -> None:
         if self.model.config._attn_implementation != name:
             self.model.set_attn_implementation(name)
+
+
+def _refuse_family(config: Any) -> None:
+    text = config.get_text_config(decoder=True)
+    reason = check_family(text.model_type, text.to_dict())
+    if reason:
+        raise Unsupported(reason)
 
 
 def _register() -> None:

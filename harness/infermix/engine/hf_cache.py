@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from infermix import paths
 from infermix.cost.gguf_header import read_gguf_header
@@ -44,6 +45,20 @@ def _digest(file: Path) -> str:
 
 
 @contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """transformers' own bars would break ours; they come back afterwards."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+@contextmanager
 def _lock(path: Path) -> Iterator[None]:
     with path.open("w") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
@@ -62,6 +77,11 @@ def _convert_aside(file: Path, target: Path) -> None:
 
 
 def _convert(file: Path, directory: Path) -> None:
+    with without_progress_bars():
+        _read_and_save(file, directory)
+
+
+def _read_and_save(file: Path, directory: Path) -> None:
     from transformers import AutoTokenizer
 
     model = _read_gguf(file)
@@ -73,19 +93,19 @@ def _convert(file: Path, directory: Path) -> None:
     AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(directory)
 
 
-def _read_gguf(file: Path):  # type: ignore[no-untyped-def]
+def _read_gguf(file: Path) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
-    arguments = {"dtype": torch.float32, "gguf_file": file.name, **_dequantize()}
+    loader: Any = AutoModelForCausalLM
     try:
-        return AutoModelForCausalLM.from_pretrained(file.parent, **arguments)
+        return loader.from_pretrained(file.parent, dtype=torch.float32, gguf_file=file.name, **_dequantize())
     except (ValueError, KeyError, EOFError, RuntimeError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(f"cannot be read as a model: {reason}", where=str(file), hint="is it truncated?") from error
 
 
-def _dequantize() -> dict[str, object]:
+def _dequantize() -> dict[str, Any]:
     """transformers from 5.18 on keeps GGUF blocks unless told otherwise; before, it always dequantizes."""
     import transformers
 

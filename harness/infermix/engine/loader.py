@@ -11,7 +11,7 @@ import torch
 
 from infermix.cost.safetensors_header import checkpoint_files, read_safetensors_header
 from infermix.cost.source import fetch_weights
-from infermix.engine.hf_cache import converted_gguf
+from infermix.engine.hf_cache import converted_gguf, without_progress_bars
 from infermix.engine.tokenizer import HfTokenizer, as_ids, read_tokenizer
 from infermix.errors import OutOfMemory, UserError
 
@@ -102,18 +102,20 @@ def _read(
     if not files:
         raise UserError("holds no .safetensors file", where=str(directory), hint=_pickled_hint(directory))
     read_safetensors_header(files)
+    config = _config(source, directory)
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            directory,
-            config=_config(source, directory),
-            dtype=dtype,
-            use_safetensors=True,
-            attn_implementation="eager",
-            trust_remote_code=source.trust_remote_code,
-            local_files_only=True,
-            output_loading_info=True,
-            **load_arguments,
-        )
+        with without_progress_bars():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                directory,
+                config=config,
+                dtype=dtype,
+                use_safetensors=True,
+                attn_implementation="eager",
+                trust_remote_code=source.trust_remote_code,
+                local_files_only=True,
+                output_loading_info=True,
+                **load_arguments,
+            )
     except (SafetensorError, OSError, ValueError, ImportError) as error:
         raise UserError(f"cannot be loaded: {error}", where=str(directory)) from error
     model, found = loaded

@@ -77,6 +77,12 @@ class Scorer:
                 f"cannot score tokens {request.first} to {len(request.token_ids) - 1}",
                 hint="the first scored token needs at least one token before it",
             )
+        if len(request.token_ids) > self._shape.max_model_len:
+            raise UserError(
+                f"a text of {len(request.token_ids)} tokens is to be scored, the engine holds "
+                f"{self._shape.max_model_len} per sequence",
+                hint="use a shorter window, or raise limits.max_model_len",
+            )
         carrier = Request(request_id=f"score-{number}", prompt_ids=request.token_ids)
         return _Text(request, Sequence(-1 - number, carrier, list(request.token_ids), len(request.token_ids)))
 

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from infermix.engine.packing import PackEntry, pack
-from infermix.errors import Unsupported
+from infermix.errors import WrongResult
+from infermix.roles.families import DRIVEN
 from infermix.roles.kv_space import KVBudget
 
 if TYPE_CHECKING:
@@ -57,20 +58,20 @@ def self_check(
 ) -> dict[str, Any]:
     """Compare packed with full logits; returns the figures for the record.
 
-    Uses a store of its own, and leaves the joint detached. Raises `Unsupported` when the relative error (norm of the
+    Uses a store of its own, and leaves the joint detached. Raises `WrongResult` when the relative error (norm of the
     difference over norm of the reference, over all compared rows) exceeds what the dtype explains.
     """
     windows = [group.window for group in joint.groups if group.window is not None]
     crossed = [window for window in windows if window <= MAX_CROSSED_WINDOW]
     lengths = [*lengths, *(window + 5 for window in crossed if window + 5 > max(lengths))]
     sequences = random_sequences(lengths, _vocab_size(model), seed)
-    packed = packed_logits(joint, attention, layout, sequences, device=device, dtype=dtype, kept_rows=_KEPT_ROWS)
+    packed = _packed_or_refused(joint, attention, layout, sequences, device, dtype)
     full = [full_logits(joint, ids, _KEPT_ROWS) for ids in sequences]
     error, worst = relative_error(packed, full)
     tolerance = dtype_tolerance(dtype, len(joint.layers))
     dtype_name = str(dtype).removeprefix("torch.")
     if not error <= tolerance:
-        raise Unsupported(
+        raise WrongResult(
             f"self-check failed: packed logits differ from transformers' own full forward by {error:.2e} "
             f"(relative, {dtype_name}; rounding explains {tolerance:.1e})"
         )
@@ -86,15 +87,34 @@ def self_check(
     }
 
 
+def _packed_or_refused(
+    joint: Joint,
+    attention: AttentionBackend,
+    layout: KVLayout,
+    sequences: Sequence[Sequence[int]],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> list[Tensor]:
+    """In a family that was never tried, shapes that do not fit are a property of the model, not a bug of ours."""
+    try:
+        return packed_logits(joint, attention, layout, sequences, device=device, dtype=dtype, kept_rows=_KEPT_ROWS)
+    except torch.OutOfMemoryError:
+        raise
+    except (IndexError, RuntimeError, TypeError) as error:
+        if joint.model_type in DRIVEN:
+            raise
+        raise Unsupported(f"self-check failed: {joint.model_type} does not run packed: {error}") from error
+
+
 def dtype_tolerance(dtype: torch.dtype, num_layers: int) -> float:
     """The relative error that rounding explains.
 
     fp32: 1e-4. 16-bit dtypes: every layer rounds its attention output and its sums into the residual stream a few
-    times, independently in both paths, so the errors add up like a random walk: 4 eps sqrt(layers).
+    times, independently in both paths, so the errors add up like a random walk: 2 eps sqrt(layers).
     """
     if dtype in (torch.float32, torch.float64):
         return _FLOAT32_TOLERANCE
-    return 4 * torch.finfo(dtype).eps * max(num_layers, 1) ** 0.5
+    return 2 * torch.finfo(dtype).eps * max(num_layers, 1) ** 0.5
 
 
 def _vocab_size(model: Any) -> int:

@@ -47,7 +47,7 @@ class AgreementEvaluator:
     """Metrics `kl_divergence`, `top1_agreement`, `first_divergence`, `greedy_identical`.
 
     Samples are one value per sequence. `details` hold the counts behind the rule for lossless parts:
-    `disagreements`, `excused`, and `lossless`: all are excused, and these are at most one, or 1 %.
+    `disagreements`, `excused`, and `lossless`: all are excused, and these are at most 1 %.
     """
 
     def __init__(self, options: AgreementOptions, context: EvaluatorContext) -> None:
@@ -152,10 +152,9 @@ def _metric(name: str, samples: list[float], unit: str, better: str, details: di
 
 
 def _verdict(num_cases: int, disagreements: int, excused: int) -> dict[str, Any]:
-    # One near tie proves nothing in a small sample, so one is always allowed.
     return {
         "disagreements": disagreements,
         "excused": excused,
         "excused_share": excused / num_cases,
-        "lossless": disagreements == excused <= max(1, MAX_EXCUSED_SHARE * num_cases),
+        "lossless": disagreements == excused <= MAX_EXCUSED_SHARE * num_cases,
     }

@@ -174,10 +174,16 @@ def _figures(record: Summary, baseline: Summary | None) -> dict[str, Figure]:
     if isinstance(bits, int | float):
         found["bits_per_weight"] = Figure(float(bits))
     if baseline is not None:
-        turns = paired_ratio(record, baseline, SPEED)
-        relative = turns or ratio(record.metrics.get(SPEED), baseline.metrics.get(SPEED))
+        relative = _ratio(record, baseline)
         found |= {"ratio": relative} if relative else {}
     return found
+
+
+def _ratio(record: Summary, baseline: Summary) -> Figure | None:
+    """Speed over the baseline's: from turns where they were taken; exactly 1 for the baseline itself."""
+    if record is baseline:
+        return Figure(1.0) if SPEED in record.metrics else None
+    return paired_ratio(record, baseline, SPEED) or ratio(record.metrics.get(SPEED), baseline.metrics.get(SPEED))
 
 
 def _quality(record: Summary) -> dict[str, Figure]:
