@@ -72,6 +72,7 @@ def test_ratio_to_the_baseline(table: Table) -> None:
     assert ratio.high is not None
     assert 1.9 < ratio.low < 2.0 < ratio.high < 2.1
     assert by_run(table, "base").is_baseline
+    assert by_run(table, "base").figures["ratio"] == Figure(1.0)
 
 
 def test_ratio_of_cells_that_took_turns_is_the_paired_one(make_record) -> None:

@@ -82,7 +82,9 @@ def metric_row(name: str, metric: Metric) -> list[str]:
 
 def fields_table(fields: dict[str, Any], title: str = "") -> RichTable:
     """Two columns; nested data is flattened to dotted names."""
-    return render.text_table(["", ""], [[name, value] for name, value in flat(fields)], title)
+    table = render.text_table(["", ""], [[name, value] for name, value in flat(fields)], title)
+    table.show_header = False
+    return table
 
 
 def flat(fields: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
@@ -114,4 +116,4 @@ def _number(name: str, value: float) -> str:
         return f"{render.size(value)}/s"
     if name.endswith(("_s", ".s")) and not name.endswith("per_s"):
         return render.seconds(value)
-    return str(value) if isinstance(value, int) else render.number(value)
+    return f"{value:,.0f}" if float(value).is_integer() else render.number(value)
