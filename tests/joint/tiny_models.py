@@ -77,6 +77,19 @@ _SMALL: dict[str, Any] = {
 _SPECIAL: dict[str, dict[str, Any]] = {
     # by default only one layer in six is a full one
     "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"] * 2},
+    "gemma2": {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0},
+    "phi4_multimodal": {
+        "vision_config": {
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+        },
+        "audio_config": {"hidden_size": 32, "intermediate_size": 32, "num_blocks": 1, "num_attention_heads": 2},
+    },
+    # their windows are applied in the mask alone and refused: see test_refusals
+    "phimoe": {"sliding_window": None},
+    "qwen2_moe": {"use_sliding_window": False},
 }
 
 

@@ -114,6 +114,7 @@ def _read(
                 trust_remote_code=source.trust_remote_code,
                 local_files_only=True,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are refused below, by name
                 **load_arguments,
             )
     except (SafetensorError, OSError, ValueError, ImportError) as error:

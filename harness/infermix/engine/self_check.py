@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from infermix.engine.packing import PackEntry, pack
-from infermix.errors import WrongResult
+from infermix.errors import Unsupported, WrongResult
 from infermix.roles.families import DRIVEN
 from infermix.roles.kv_space import KVBudget
 
