@@ -121,7 +121,9 @@ def _read(
         raise UserError(f"cannot be loaded: {error}", where=str(directory)) from error
     model, found = loaded
     notes = _check_complete(directory, found)
-    model = model.to(device).eval().requires_grad_(False)
+    if model.device.type != device.type or device.index not in (None, model.device.index):
+        model = model.to(device)
+    model = model.eval().requires_grad_(False)
     return LoadedModel(model, _eos_ids(model, source), notes)
 
 
