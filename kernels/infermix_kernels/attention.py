@@ -8,11 +8,14 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from infermix_kernels import attention_tile as tile
 from infermix_kernels.attention_checks import check_arguments, check_table_contents
 from infermix_kernels.attention_prefill import prefill_kernel
+from infermix_kernels.attention_quantized import FP8, INT8, PLAIN
 from infermix_kernels.attention_split import split_kernel
 from infermix_kernels.launch import Launch, LaunchTable, ShapeClass, default_launch, num_multiprocessors
 
@@ -20,8 +23,7 @@ from infermix_kernels.launch import Launch, LaunchTable, ShapeClass, default_lau
 _MAX_SPLIT_ROWS = 128
 #: A run of tokens shorter than this many tiles is not worth a program of its own.
 _MIN_TILES_PER_SPLIT = 2
-#: Brings scaled weights back to the size of plain ones: a scale is the largest value over 127 (int8) or 448 (fp8).
-_VALUE_GAINS = {torch.int8: 64.0, torch.float8_e4m3fn: 256.0}
+_FORMATS = {torch.int8: INT8.value, torch.float8_e4m3fn: FP8.value}
 
 
 @dataclass(frozen=True)
@@ -182,7 +184,13 @@ class Call:
     scales: tuple[Tensor | None, Tensor | None]
 
     def tensors(self) -> tuple[Tensor | None, ...]:
-        return (self.q, self.keys, self.values, *self.scales, self.out)
+        return (self.q, *self.pools(), *self.scales, self.out)
+
+    def pools(self) -> tuple[Tensor, Tensor]:
+        """Keys and values as the kernels read them: quantized ones as words of four dimensions."""
+        if self.keys.dtype in _FORMATS:
+            return self.keys.view(torch.int32), self.values.view(torch.int32)
+        return self.keys, self.values
 
     @property
     def num_seqs(self) -> int:
@@ -209,23 +217,25 @@ class Call:
 
     def strides(self) -> tuple[int, ...]:
         scales = self.scales[0]
+        keys, values = self.pools()
         return (
             *self.q.stride()[:2],
-            *self.keys.stride()[:3],
-            *self.values.stride()[:3],
+            *keys.stride()[:3],
+            *values.stride()[:3],
             *((0, 0, 0) if scales is None else scales.stride()),
             0 if self.block_tables is None else self.block_tables.stride(0),
         )
 
     def constants(self, launch: Launch, geometry: Geometry, rules: Rules) -> dict[str, Any]:
         shape = self.shape_class("prefill", 0)
+        narrowest = 64 if self.keys.dtype in _FORMATS else 16
         return {
             "GROUP": self.group,
             "HEADS": geometry.heads,
             "DK": self.keys.shape[3],
             "DV": self.values.shape[3],
-            "PAD_K": max(16, shape.key_dim),
-            "PAD_V": max(16, shape.value_dim),
+            "PAD_K": max(narrowest, shape.key_dim),
+            "PAD_V": max(narrowest, shape.value_dim),
             "BLOCK_M": launch.block_rows,
             "BLOCK_N": launch.block_tokens,
             "BLOCK_SIZE": self.block_size,
@@ -233,10 +243,13 @@ class Call:
             "WINDOW": rules.window is not None,
             "SOFTCAP": rules.softcap is not None,
             "SINKS": self.sinks is not None,
-            "VALUE_GAIN": _VALUE_GAINS.get(self.values.dtype, 0.0),
+            "FORMAT": _FORMATS.get(self.values.dtype, PLAIN.value),
+            "COMPUTE": tl.float32 if self.q.dtype == torch.float32 else tl.float16,
             "PRECISION": "ieee" if self.q.dtype == torch.float32 else "tf32",
+            "SAME_STRIDES": self.keys.stride() == self.values.stride(),
             "num_warps": launch.num_warps,
             "num_stages": launch.num_stages,
+            **({"maxnreg": launch.max_registers} if launch.max_registers else {}),
         }
 
 
@@ -281,8 +294,10 @@ def _prepare_prefill(call: Call, rules: Rules, launches: LaunchTable | None, lau
     launch = launch or _find(launches, call.shape_class("prefill", 128))
     geometry = fold(call.q.shape[1], call.keys.shape[2], launch.block_rows)
     grid = (call.q.shape[0] // geometry.tokens + call.num_seqs, geometry.head_tiles)
+    described = launch.described and _describable(call, rules, launch.block_tokens)
     arguments = (
         *call.tensors(),
+        *((_describe(pool, launch.block_tokens) if described else None) for pool in (call.keys, call.values)),
         call.cu_seqlens_q,
         call.context_lens,
         call.block_tables,
@@ -292,7 +307,30 @@ def _prepare_prefill(call: Call, rules: Rules, launches: LaunchTable | None, lau
         *rules.numbers(),
         *call.strides(),
     )
-    return Prepared(prefill_kernel, grid, arguments, call.constants(launch, geometry, rules), launch)
+    constants = call.constants(launch, geometry, rules)
+    constants |= {"DESCRIBED": described}
+    return Prepared(prefill_kernel, grid, arguments, constants, launch)
+
+
+def _describable(call: Call, rules: Rules, block_tokens: int) -> bool:
+    """Whether the copy engine can read whole tiles: pools are matrices of token slots, a tile within one block."""
+    if rules.window is not None or rules.softcap is not None or call.q.element_size() != 2:
+        return False
+    if call.keys.dtype != call.q.dtype or addressing(call.block_size, block_tokens) > tile.TILE_IN_BLOCK.value:
+        return False
+    return all(_is_matrix(pool) for pool in (call.keys, call.values))
+
+
+def _is_matrix(pool: Tensor) -> bool:
+    width = pool.shape[2] * pool.shape[3]
+    power_of_two = pool.shape[3] & (pool.shape[3] - 1) == 0
+    return pool.stride()[:3] == (pool.shape[1] * width, width, pool.shape[3]) and power_of_two
+
+
+def _describe(pool: Tensor, block_tokens: int) -> TensorDescriptor:
+    width = pool.shape[2] * pool.shape[3]
+    shape = [pool.shape[0] * pool.shape[1], width]
+    return TensorDescriptor(pool, shape, [width, 1], [block_tokens, pool.shape[3]])
 
 
 def _prepare_split(

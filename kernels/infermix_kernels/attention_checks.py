@@ -68,6 +68,9 @@ def _check_pools(q: Tensor, keys: Tensor, values: Tensor, scales: tuple[Tensor |
         _require(keys.dtype == q.dtype, f"keys are {keys.dtype}, q is {q.dtype}")
         _require(scales == (None, None), f"scales are given for keys of {keys.dtype}")
         return
+    for pool in (keys, values):
+        strides = (*pool.stride()[:3], pool.shape[3], pool.storage_offset())
+        _require(all(step % 4 == 0 for step in strides), "quantized pools need head dims and strides in fours")
     for scale in scales:
         if scale is None or scale.shape != keys.shape[:3]:
             raise ValueError(f"{keys.dtype} keys and values need scales {list(keys.shape[:3])}")

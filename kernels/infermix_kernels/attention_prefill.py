@@ -5,9 +5,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from infermix_kernels.attention_quantized import PLAIN, attend_quantized
 from infermix_kernels.attention_tile import (
     DENSE,
     attend,
+    attend_described,
     head_pool,
     initial_state,
     load_queries,
@@ -47,6 +49,8 @@ def prefill_kernel(
     key_scales,
     value_scales,
     out,
+    key_desc,
+    value_desc,
     cu_seqlens,
     context_lens,
     tables,
@@ -81,11 +85,16 @@ def prefill_kernel(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
-    VALUE_GAIN: tl.constexpr,
+    FORMAT: tl.constexpr,
+    COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
+    SAME_STRIDES: tl.constexpr,
+    DESCRIBED: tl.constexpr,
 ):
     """Grid: (tiles of query rows, groups of HEADS heads). The last tiles see most and are started first."""
     TOKENS: tl.constexpr = BLOCK_M // HEADS
+    if SAME_STRIDES:
+        stride_vb, stride_vt = stride_kb, stride_kt
     head_tile = tl.program_id(1)
     seq, row_tile = find_sequence(cu_seqlens, tl.num_programs(0) - 1 - tl.program_id(0), num_seqs, TOKENS)
     first_token = tl.load(cu_seqlens + seq)
@@ -106,7 +115,7 @@ def prefill_kernel(
     table = tables
     if ADDRESSING != DENSE:
         table = tables + row * stride_table
-    if VALUE_GAIN != 0:
+    if FORMAT != PLAIN:
         key_scales = head_pool(key_scales, kv_head, row, stride_sh, stride_sb, ADDRESSING)
         value_scales = head_pool(value_scales, kv_head, row, stride_sh, stride_sb, ADDRESSING)
 
@@ -116,11 +125,8 @@ def prefill_kernel(
     lo = 0
     if WINDOW:
         lo = tl.maximum(nearest - window + 1, 0) // BLOCK_N * BLOCK_N
-    masked_from = lo
-    if not WINDOW:
-        masked_from = tl.maximum(tl.minimum(nearest + 1, hi), 0) // BLOCK_N * BLOCK_N
-        acc, total, peak = attend(
-            acc,
+    if FORMAT != PLAIN:
+        acc, total, peak = attend_quantized(
             total,
             peak,
             query,
@@ -133,7 +139,7 @@ def prefill_kernel(
             value_scales,
             table,
             lo,
-            masked_from,
+            hi,
             context,
             factor,
             cap,
@@ -148,54 +154,107 @@ def prefill_kernel(
             DV,
             PAD_K,
             PAD_V,
+            BLOCK_M,
             BLOCK_N,
             BLOCK_SIZE,
             ADDRESSING,
-            False,
             WINDOW,
             SOFTCAP,
             False,
-            VALUE_GAIN,
+            FORMAT,
+            COMPUTE,
             PRECISION,
         )
-    acc, total, peak = attend(
-        acc,
-        total,
-        peak,
-        query,
-        q_pos,
-        q_pos,
-        first_new,
-        keys,
-        values,
-        key_scales,
-        value_scales,
-        table,
-        masked_from,
-        hi,
-        context,
-        factor,
-        cap,
-        window,
-        stride_kb,
-        stride_kt,
-        stride_vb,
-        stride_vt,
-        stride_sb,
-        stride_st,
-        DK,
-        DV,
-        PAD_K,
-        PAD_V,
-        BLOCK_N,
-        BLOCK_SIZE,
-        ADDRESSING,
-        True,
-        WINDOW,
-        SOFTCAP,
-        False,
-        VALUE_GAIN,
-        PRECISION,
-    )
-    acc = normalise(acc, total, VALUE_GAIN if VALUE_GAIN != 0 else 1)
+    else:
+        masked_from = lo
+        if not WINDOW:
+            masked_from = tl.maximum(tl.minimum(nearest + 1, hi), 0) // BLOCK_N * BLOCK_N
+            if DESCRIBED:
+                acc, total, peak = attend_described(
+                    acc,
+                    total,
+                    peak,
+                    query,
+                    key_desc,
+                    value_desc,
+                    table,
+                    seq * (stride_kb // stride_kt),
+                    head_tile * HEADS // GROUP * DK,
+                    head_tile * HEADS // GROUP * DV,
+                    masked_from,
+                    factor,
+                    BLOCK_N,
+                    BLOCK_SIZE,
+                    ADDRESSING,
+                )
+            else:
+                acc, total, peak = attend(
+                    acc,
+                    total,
+                    peak,
+                    query,
+                    q_pos,
+                    q_pos,
+                    first_new,
+                    keys,
+                    values,
+                    table,
+                    lo,
+                    masked_from,
+                    context,
+                    factor,
+                    cap,
+                    window,
+                    stride_kb,
+                    stride_kt,
+                    stride_vb,
+                    stride_vt,
+                    DK,
+                    DV,
+                    PAD_K,
+                    PAD_V,
+                    BLOCK_N,
+                    BLOCK_SIZE,
+                    ADDRESSING,
+                    False,
+                    WINDOW,
+                    SOFTCAP,
+                    False,
+                    PRECISION,
+                )
+        acc, total, peak = attend(
+            acc,
+            total,
+            peak,
+            query,
+            q_pos,
+            q_pos,
+            first_new,
+            keys,
+            values,
+            table,
+            masked_from,
+            hi,
+            context,
+            factor,
+            cap,
+            window,
+            stride_kb,
+            stride_kt,
+            stride_vb,
+            stride_vt,
+            DK,
+            DV,
+            PAD_K,
+            PAD_V,
+            BLOCK_N,
+            BLOCK_SIZE,
+            ADDRESSING,
+            True,
+            WINDOW,
+            SOFTCAP,
+            False,
+            PRECISION,
+        )
+    acc = normalise(acc, total)
     store_output(out, acc, first_token, token, head, valid, H, DV, PAD_V)

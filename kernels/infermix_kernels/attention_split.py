@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from infermix_kernels.attention_quantized import PLAIN, attend_quantized
 from infermix_kernels.attention_tile import (
     DENSE,
     attend,
@@ -109,8 +110,10 @@ def split_kernel(
     SINKS: tl.constexpr,
     TREE: tl.constexpr,
     SPLIT: tl.constexpr,
-    VALUE_GAIN: tl.constexpr,
+    FORMAT: tl.constexpr,
+    COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
+    SAME_STRIDES: tl.constexpr,
 ):
     """Grid: (head tiles x splits, heads first so that neighbours read the same tokens; sequences x row tiles).
 
@@ -119,7 +122,8 @@ def split_kernel(
     counter combines them and sets the counter back to zero for the next launch.
     """
     TOKENS: tl.constexpr = BLOCK_M // HEADS
-    GAIN: tl.constexpr = VALUE_GAIN if VALUE_GAIN != 0 else 1
+    if SAME_STRIDES:
+        stride_vb, stride_vt = stride_kb, stride_kt
     head_tile = tl.program_id(0) % head_tiles
     split = tl.program_id(0) // head_tiles
     seq = tl.program_id(1) // row_tiles
@@ -158,49 +162,86 @@ def split_kernel(
     table = tables
     if ADDRESSING != DENSE:
         table = tables + row * stride_table
-    if VALUE_GAIN != 0:
+    if FORMAT != PLAIN:
         key_scales = head_pool(key_scales, kv_head, row, stride_sh, stride_sb, ADDRESSING)
         value_scales = head_pool(value_scales, kv_head, row, stride_sh, stride_sb, ADDRESSING)
     begin = lo + split * tiles_per_split * BLOCK_N
-    acc, total, peak = attend(
-        acc,
-        total,
-        peak,
-        query,
-        q_pos,
-        tree_bits,
-        first_new,
-        keys,
-        values,
-        key_scales,
-        value_scales,
-        table,
-        begin,
-        tl.minimum(begin + tiles_per_split * BLOCK_N, hi),
-        context,
-        factor,
-        cap,
-        window,
-        stride_kb,
-        stride_kt,
-        stride_vb,
-        stride_vt,
-        stride_sb,
-        stride_st,
-        DK,
-        DV,
-        PAD_K,
-        PAD_V,
-        BLOCK_N,
-        BLOCK_SIZE,
-        ADDRESSING,
-        True,
-        WINDOW,
-        SOFTCAP,
-        TREE,
-        VALUE_GAIN,
-        PRECISION,
-    )
+    end = tl.minimum(begin + tiles_per_split * BLOCK_N, hi)
+    if FORMAT != PLAIN:
+        acc, total, peak = attend_quantized(
+            total,
+            peak,
+            query,
+            q_pos,
+            tree_bits,
+            first_new,
+            keys,
+            values,
+            key_scales,
+            value_scales,
+            table,
+            begin,
+            end,
+            context,
+            factor,
+            cap,
+            window,
+            stride_kb,
+            stride_kt,
+            stride_vb,
+            stride_vt,
+            stride_sb,
+            stride_st,
+            DK,
+            DV,
+            PAD_K,
+            PAD_V,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_SIZE,
+            ADDRESSING,
+            WINDOW,
+            SOFTCAP,
+            TREE,
+            FORMAT,
+            COMPUTE,
+            PRECISION,
+        )
+    else:
+        acc, total, peak = attend(
+            acc,
+            total,
+            peak,
+            query,
+            q_pos,
+            tree_bits,
+            first_new,
+            keys,
+            values,
+            table,
+            begin,
+            end,
+            context,
+            factor,
+            cap,
+            window,
+            stride_kb,
+            stride_kt,
+            stride_vb,
+            stride_vt,
+            DK,
+            DV,
+            PAD_K,
+            PAD_V,
+            BLOCK_N,
+            BLOCK_SIZE,
+            ADDRESSING,
+            True,
+            WINDOW,
+            SOFTCAP,
+            TREE,
+            PRECISION,
+        )
     if SPLIT:
         if active > 1:
             unit = tl.program_id(1) * head_tiles + head_tile
@@ -217,9 +258,9 @@ def split_kernel(
             if arrived == active - 1:
                 tl.store(counters + unit, 0)
                 sum_of_all, total_of_all = combine(sums, stats, unit * num_splits, active, valid, BLOCK_M, DV, PAD_V)
-                result = normalise(sum_of_all, total_of_all, GAIN)
+                result = normalise(sum_of_all, total_of_all)
                 store_output(out, result, first_token, token, head, valid, H, DV, PAD_V)
         else:
-            store_output(out, normalise(acc, total, GAIN), first_token, token, head, valid, H, DV, PAD_V)
+            store_output(out, normalise(acc, total), first_token, token, head, valid, H, DV, PAD_V)
     else:
-        store_output(out, normalise(acc, total, GAIN), first_token, token, head, valid, H, DV, PAD_V)
+        store_output(out, normalise(acc, total), first_token, token, head, valid, H, DV, PAD_V)

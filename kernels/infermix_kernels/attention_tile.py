@@ -44,7 +44,7 @@ def initial_state(sinks, head, valid, with_sinks, BLOCK_M: tl.constexpr, PAD_V: 
     acc = tl.zeros([BLOCK_M, PAD_V], dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
-    if SINKS:
+    if SINKS:  # noqa: SIM102 (a constant outside, a value inside)
         if with_sinks:
             peak = tl.load(sinks + head, mask=valid, other=0.0).to(tl.float32) * 1.4426950408889634
             total = tl.full([BLOCK_M], 1.0, dtype=tl.float32)
@@ -52,10 +52,9 @@ def initial_state(sinks, head, valid, with_sinks, BLOCK_M: tl.constexpr, PAD_V: 
 
 
 @triton.jit
-def normalise(acc, total, VALUE_GAIN: tl.constexpr):
+def normalise(acc, total):
     """Weights sum to one; rows that saw nothing are zeros."""
-    divisor = tl.where(total > 0.0, total * VALUE_GAIN, 1.0)
-    return acc / divisor[:, None]
+    return acc / tl.where(total > 0.0, total, 1.0)[:, None]
 
 
 @triton.jit
@@ -171,8 +170,6 @@ def attend(
     first_new,
     keys,
     values,
-    key_scales,
-    value_scales,
     table,
     lo,
     hi,
@@ -184,8 +181,6 @@ def attend(
     stride_kt,
     stride_vb,
     stride_vt,
-    stride_sb,
-    stride_st,
     DK: tl.constexpr,
     DV: tl.constexpr,
     PAD_K: tl.constexpr,
@@ -197,15 +192,12 @@ def attend(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     TREE: tl.constexpr,
-    VALUE_GAIN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Online softmax over the tokens `lo ... hi` (`lo` a multiple of BLOCK_N).
 
-    Scores are kept in base 2: `factor` is scale * log2(e), `cap` softcap * log2(e). Quantized keys and values
-    (VALUE_GAIN != 0) are converted exactly and their scales applied to scores and weights instead; the gain keeps
-    scaled weights inside the range of fp16 and is divided out at the end. Without MASKED, every key of every tile
-    is visible to every row.
+    Scores are kept in base 2: `factor` is scale * log2(e), `cap` softcap * log2(e). Without MASKED, every key of
+    every tile is visible to every row.
     """
     ids = block_ids(table, lo, context, BLOCK_N, BLOCK_SIZE, ADDRESSING)
     for tile in tl.range(0, tl.cdiv(hi - lo, BLOCK_N)):
@@ -221,12 +213,7 @@ def attend(
             PAD_K,
             MASKED,
         )
-        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)
-        if VALUE_GAIN != 0:
-            scales = load_scales(
-                key_scales, ids, start, inside, stride_sb, stride_st, BLOCK_N, BLOCK_SIZE, ADDRESSING
-            )
-            scores = scores * scales[None, :]
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if SOFTCAP:
             scores = cap * (1.0 - 2.0 / (tl.math.exp2(scores * (factor * 2.8853900817779268 / cap)) + 1.0))
             gain = 1.0
@@ -237,10 +224,7 @@ def attend(
             scores = tl.where(visible, scores, float("-inf"))
 
         new_peak = tl.maximum(peak, tl.max(scores, 1) * gain)
-        if MASKED:
-            anchor = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        else:
-            anchor = new_peak
+        anchor = tl.where(new_peak == float("-inf"), 0.0, new_peak) if MASKED else new_peak
         weights = tl.math.exp2(scores * gain - anchor[:, None])
         decay = tl.math.exp2(peak - anchor)
         total = total * decay + tl.sum(weights, 1)
@@ -252,12 +236,47 @@ def attend(
             PAD_V,
             MASKED,
         )
-        if VALUE_GAIN != 0:
-            scales = load_scales(
-                value_scales, ids, start, inside, stride_sb, stride_st, BLOCK_N, BLOCK_SIZE, ADDRESSING
-            )
-            weights = weights * (scales * VALUE_GAIN)[None, :]
-        acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc, input_precision=PRECISION)
+        acc = tl.dot(weights.to(q.dtype), v, acc, input_precision=PRECISION)
         peak = new_peak
         ids = next_ids
+    return acc, total, peak
+
+
+@triton.jit
+def attend_described(
+    acc,
+    total,
+    peak,
+    q,
+    key_desc,
+    value_desc,
+    table,
+    first_row,
+    key_column,
+    value_column,
+    hi,
+    factor,
+    BLOCK_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ADDRESSING: tl.constexpr,
+):
+    """Online softmax over the tokens `0 ... hi`, all of them visible, read through the copy engine.
+
+    The descriptors see pools as matrices with a row per token slot and a column per head and dimension; a tile lies
+    within one block. Dense rows start at `first_row`.
+    """
+    block = block_ids(table, 0, hi, BLOCK_N, BLOCK_SIZE, ADDRESSING)
+    for tile in tl.range(0, hi // BLOCK_N):
+        start = tile * BLOCK_N
+        next_block = block_ids(table, start + BLOCK_N, hi, BLOCK_N, BLOCK_SIZE, ADDRESSING)
+        row = first_row + start if ADDRESSING == DENSE else block * BLOCK_SIZE + start % BLOCK_SIZE
+        scores = tl.dot(q, tl.trans(key_desc.load([row, key_column])))
+        new_peak = tl.maximum(peak, tl.max(scores, 1) * factor)
+        weights = tl.math.exp2(scores * factor - new_peak[:, None])
+        decay = tl.math.exp2(peak - new_peak)
+        total = total * decay + tl.sum(weights, 1)
+        acc = acc * decay[:, None]
+        acc = tl.dot(weights.to(q.dtype), value_desc.load([row, value_column]), acc)
+        peak = new_peak
+        block = next_block
     return acc, total, peak

@@ -36,6 +36,8 @@ class Launch:
     num_warps: int
     num_stages: int
     programs_per_sm: int = 4
+    max_registers: int = 0
+    described: bool = False
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ class Case:
     rules: dict[str, Any] = field(default_factory=dict)
     sinks: bool = False
     tree: bool = False
-    launch: tuple[int, int, int, int, int] | None = None
+    launch: tuple[int, ...] | None = None
 
     def __str__(self) -> str:
         return self.name

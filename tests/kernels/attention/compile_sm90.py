@@ -14,6 +14,7 @@ import triton
 from infermix_kernels.attention import Prepared
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 _NAMES = {
     torch.bfloat16: "bf16",
@@ -66,6 +67,9 @@ def compile_prepared(prepared: Prepared) -> Compiled:
 def _type(value: Any) -> str:
     if value is None:
         return "constexpr"
+    if isinstance(value, TensorDescriptor):
+        box = ",".join(str(size) for size in value.block_shape)
+        return f"tensordesc<{_NAMES[value.base.dtype]}[{box}]>"
     if isinstance(value, torch.Tensor):
         return "*" + _NAMES[value.dtype]
     return "fp32" if isinstance(value, float) else "i32"
