@@ -58,12 +58,12 @@ def _check_pools(q: Tensor, keys: Tensor, values: Tensor, scales: tuple[Tensor |
             pool.dim() == 4 and pool.stride(3) == 1,
             f"{name} must be [blocks, tokens, Hkv, D] with a contiguous last dimension",
         )
+    _require(keys.dtype == values.dtype, f"keys are {keys.dtype}, values {values.dtype}")
     _require(keys.shape[:3] == values.shape[:3], "keys and values differ in blocks, tokens or heads")
     _require(keys.shape[3] == q.shape[2], f"keys have head dim {keys.shape[3]}, q {q.shape[2]}")
     widest = max(keys.shape[3], values.shape[3])
     _require(widest <= MAX_HEAD_DIM, f"head dim {widest}; at most {MAX_HEAD_DIM} is supported")
     _require(q.shape[1] % keys.shape[2] == 0, f"{q.shape[1]} query heads do not fold onto {keys.shape[2]} KV heads")
-    _require(keys.dtype == values.dtype, f"keys are {keys.dtype}, values {values.dtype}")
     if keys.dtype not in QUANTIZED:
         _require(keys.dtype == q.dtype, f"keys are {keys.dtype}, q is {q.dtype}")
         _require(scales == (None, None), f"scales are given for keys of {keys.dtype}")

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import triton
@@ -108,7 +108,7 @@ class LaunchTable:
     def __init__(self, directory: Path, device: torch.device) -> None:
         self.path = directory / f"attention-{machine_name(device)}.json"
         self._launches: dict[ShapeClass, Launch] = {}
-        self._entries: dict[str, dict[str, dict[str, float]]] = {}
+        self._entries: dict[str, dict[str, Any]] = {}
         if self.path.exists():
             self._entries = json.loads(self.path.read_text())
 
@@ -117,14 +117,14 @@ class LaunchTable:
         launch = self._launches.get(shape)
         if launch is None:
             entry = self._entries.get(shape.key)
-            launch = Launch(**{k: int(v) for k, v in entry["launch"].items()}) if entry else default_launch(shape)
+            launch = Launch(**entry["launch"]) if entry else default_launch(shape)
             self._launches[shape] = launch
         return launch
 
     def store(self, shape: ShapeClass, launch: Launch, seconds: float) -> None:
         """Remember the best parameters and their time; the file is replaced in one piece."""
         self._launches[shape] = launch
-        self._entries[shape.key] = {"launch": asdict(launch), "measured": {"seconds": seconds}}
+        self._entries[shape.key] = {"launch": asdict(launch), "seconds": seconds}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=self.path.parent, suffix=".json")
         with os.fdopen(handle, "w") as file:

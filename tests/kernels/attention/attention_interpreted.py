@@ -1,4 +1,4 @@
-"""The attention kernels under Triton's interpreter. Collected only where TRITON_INTERPRET was set before the start."""
+"""The attention kernels under Triton's interpreter: run in a process started with TRITON_INTERPRET=1."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import tempfile
@@ -11,7 +12,8 @@ from typing import Any
 
 import torch
 import triton
-from infermix_kernels.attention import Prepared
+from infermix_kernels.attention import Call, Prepared, Rules, Workspace, prepare
+from infermix_kernels.launch import Launch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -25,6 +27,7 @@ _NAMES = {
     torch.int8: "i8",
     torch.float8_e4m3fn: "fp8e4nv",
 }
+RULES: dict[str, Any] = {"window": 1024, "softcap": 30.0, "sinks": True}
 _LAUNCH_KEYS = ("num_warps", "num_stages", "maxnreg")
 
 
@@ -91,3 +94,61 @@ def _resources(ptx: str) -> tuple[int, int]:
     spills = re.search(r"(\d+) bytes spill stores", report)
     assert registers, report
     return int(registers[1]), int(spills[1]) if spills else 0
+
+
+def _prepared(
+    lens: tuple[int, int, int],
+    dims: tuple[int, int] = (128, 128),
+    block_size: int = 16,
+    dtype: torch.dtype = torch.bfloat16,
+    kv: torch.dtype | None = None,
+    launch: Launch | None = None,
+    **rules: Any,
+) -> Prepared:
+    """The launch of `lens` = (sequences, query length, context) for 32 heads over 8 KV heads, on an H200."""
+    batch, query, context = lens
+
+    def tensor(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=of, device="meta")
+
+    width = -(-context // block_size) if block_size else 0
+    shape = (batch * width + 1, block_size) if block_size else (batch, context)
+    scales = tensor(*shape, 8, of=torch.float32) if kv else None
+    tree, sinks = rules.pop("tree", False), rules.pop("sinks", False)
+    call = Call(
+        tensor(batch * query, 32, dims[0]),
+        tensor(*shape, 8, dims[0], of=kv or dtype),
+        tensor(*shape, 8, dims[1], of=kv or dtype),
+        tensor(batch * query, 32, dims[1]),
+        tensor(batch + 1, of=torch.int32),
+        tensor(batch, of=torch.int32),
+        tensor(batch, width, of=torch.int32) if block_size else None,
+        tensor(32) if sinks else None,
+        (scales, scales),
+    )
+    mask = tensor(batch * query, of=torch.int64) if tree else None
+    wanted = Rules(dims[0] ** -0.5, rules.get("window"), rules.get("softcap"), mask)
+    return prepare(call, wanted, (query, context), Workspace.allocate("meta"), None, launch)
+
+
+#: Name, bytes that may spill (some compilers trade one register of int8 decoding for a fourth program), launch.
+CONFIGURATIONS: list[tuple[str, int, dict[str, Any]]] = [
+    ("decode", 0, {"lens": (64, 1, 4096)}),
+    ("decode, one sequence", 0, {"lens": (1, 1, 32768)}),
+    ("decode dense, window, sinks, softcap", 0, {"lens": (8, 1, 4096), "block_size": 0, **RULES}),
+    ("decode int8", 16, {"lens": (64, 1, 4096), "kv": torch.int8}),
+    ("decode fp8", 0, {"lens": (64, 1, 4096), "kv": torch.float8_e4m3fn}),
+    ("verification with a tree", 0, {"lens": (8, 8, 4096), "tree": True}),
+    ("prefill", 0, {"lens": (4, 4096, 4096)}),
+    ("prefill, blocks of 64", 0, {"lens": (4, 4096, 4096), "block_size": 64}),
+    ("prefill int8", 0, {"lens": (4, 4096, 4096), "kv": torch.int8}),
+    ("decode fp32", 0, {"lens": (4, 1, 4096), "dims": (64, 64), "dtype": torch.float32}),
+]
+
+
+if __name__ == "__main__":
+    for name, allowed, wanted in CONFIGURATIONS:
+        built = compile_prepared(_prepared(**wanted))
+        row = {"name": name, "registers": built.registers, "spill_bytes": built.spill_bytes}
+        row |= {"allowed_spill_bytes": allowed, "shared_bytes": built.shared_bytes}
+        print(json.dumps({**row, "wgmma": built.ptx.count("wgmma.mma_async")}), flush=True)

@@ -1,0 +1,1 @@
+"""Native Triton parts for the native engine."""

@@ -1,0 +1,113 @@
+"""Attention through `infermix_kernels.attention`: paged and dense views are read in place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from infermix.errors import Unsupported
+from infermix.roles.attention import LayerSpec
+from infermix.roles.batch import Batch
+from infermix.roles.kv_store import DenseView, PagedView, View
+from infermix_kernels.attention import Workspace, paged_attention
+from infermix_kernels.launch import LaunchTable
+from torch import Tensor
+
+#: Longest query that is computed together with the decodes at the head of a mixed batch.
+_SHORT_QUERY = 16
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Sequences `first ... last` of a batch, all short or all long, with their bounds on the host."""
+
+    first: int
+    last: int
+    max_query_len: int
+    max_context_len: int
+    cu_seqlens_q: Tensor
+    context_lens: Tensor
+
+
+class TritonAttention:
+    """Window, softcap, sinks, any head grouping, Dk != Dv, in fp32, fp16 and bf16.
+
+    `launches` is the folder of measured launch parameters. The workspace of split contexts is allocated once per
+    device, at the first call, which a captured step makes before its capture; calls must not overlap.
+    """
+
+    reads: tuple[type, ...] = (DenseView, PagedView)
+
+    def __init__(self, launches: Path, *, check_block_tables: bool = False) -> None:
+        self._folder, self._check = launches, check_block_tables
+        self._workspaces: dict[torch.device, tuple[Workspace, LaunchTable]] = {}
+
+    def forward(self, q: Tensor, view: View, batch: Batch, layer: LayerSpec) -> Tensor:
+        if not isinstance(view, DenseView | PagedView):
+            raise Unsupported("attention triton reads paged and dense KV; use kv: paged or kv: dense")
+        if q.stride(2) != 1:
+            q = q.contiguous()
+        out = q.new_empty(q.shape[0], q.shape[1], layer.value_dim)
+        for part in _parts(batch):
+            self._compute(q, view, part, layer, out)
+        return out
+
+    def _compute(self, q: Tensor, view: DenseView | PagedView, part: _Part, layer: LayerSpec, out: Tensor) -> None:
+        rows = slice(part.first, part.last)
+        tables = view.block_tables if isinstance(view, PagedView) else None
+        dense = tables is None
+        workspace, launches = self._persistent(q.device)
+        paged_attention(
+            q,
+            view.keys[rows] if dense else view.keys,
+            view.values[rows] if dense else view.values,
+            cu_seqlens_q=part.cu_seqlens_q,
+            context_lens=part.context_lens,
+            block_tables=None if tables is None else tables[rows],
+            scale=layer.scale,
+            max_query_len=part.max_query_len,
+            max_context_len=part.max_context_len,
+            window=layer.window,
+            softcap=layer.softcap,
+            sinks=layer.sinks,
+            out=out,
+            workspace=workspace,
+            launches=launches,
+            check_block_tables=self._check,
+        )
+
+    def _persistent(self, device: torch.device) -> tuple[Workspace, LaunchTable]:
+        if device not in self._workspaces:
+            self._workspaces[device] = Workspace.allocate(device), LaunchTable(self._folder, device)
+        return self._workspaces[device]
+
+
+def _parts(batch: Batch) -> tuple[_Part, ...]:
+    """Leading short queries and the rest, once per batch; a captured batch is of one query length."""
+    parts = batch.extra.get(_parts)
+    if parts is None:
+        parts = batch.extra[_parts] = tuple(_split(batch))
+    return parts
+
+
+def _split(batch: Batch) -> list[_Part]:
+    lens = batch.query_lens
+    if batch.query_len is not None:
+        bounds = [(0, batch.num_seqs)]
+    else:
+        short = next((index for index, length in enumerate(lens) if length > _SHORT_QUERY), batch.num_seqs)
+        bounds = [pair for pair in ((0, short), (short, batch.num_seqs)) if pair[0] < pair[1]]
+    return [_part(batch, first, last) for first, last in bounds]
+
+
+def _part(batch: Batch, first: int, last: int) -> _Part:
+    contexts = batch.host_context_lens
+    return _Part(
+        first,
+        last,
+        max(batch.query_lens[first:last]),
+        batch.context_capacity if contexts is None else max(contexts[first:last]),
+        batch.cu_seqlens_q[first : last + 1],
+        batch.context_lens[first:last],
+    )

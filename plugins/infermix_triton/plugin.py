@@ -1,0 +1,66 @@
+"""Native Triton parts. Kernels come from `infermix_kernels` and are imported when a part is built."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+from infermix.hookspecs import hookimpl
+from infermix.roles.component import Component, Features, Options, Role
+from msgspec import Meta
+
+if TYPE_CHECKING:
+    from infermix.roles.facts import MachineFacts, ModelFacts
+
+_MAX_HEAD_DIM = 256
+_HEAD_DIMS = (64, 80, 96, 128, 192, 256)
+_MIN_CAPABILITY = 80
+
+
+class AttentionOptions(Options, frozen=True):
+    check_block_tables: Annotated[
+        bool, Meta(description="debug: check block ids and lengths on the device before every call; slow, no graphs")
+    ] = False
+
+
+def _attention_needs(options: AttentionOptions, model: ModelFacts, machine: MachineFacts) -> Features:
+    """A device without bf16 tensor cores is refused by asking for the first one that has them."""
+    needs = {"device:cuda", "view:paged|view:dense", "dtype:float32|dtype:float16|dtype:bfloat16"}
+    if machine.compute_capability is not None and machine.compute_capability < _MIN_CAPABILITY:
+        needs.add(f"sm:{_MIN_CAPABILITY}")
+    return frozenset(needs)
+
+
+def _attention_provides(options: AttentionOptions, model: ModelFacts, machine: MachineFacts) -> Features:
+    """Any head dimension up to 256, of keys and of values."""
+    layers = [layer for layer in model.layers if layer.kind == "attention"]
+    too_wide = {layer.key_dim for layer in layers if max(layer.key_dim, layer.value_dim) > _MAX_HEAD_DIM}
+    dims = {*_HEAD_DIMS, *(layer.key_dim for layer in layers)} - too_wide
+    features = {"attn:sliding_window", "attn:softcap", "attn:sinks", *(f"head_dim:{dim}" for dim in dims)}
+    if options.check_block_tables:
+        features.add("graph:no")
+    return frozenset(features)
+
+
+def _build_attention(options: AttentionOptions, context: None) -> Any:
+    from infermix.paths import cache_dir
+
+    from infermix_triton.attention import TritonAttention
+
+    return TritonAttention(cache_dir("kernels"), check_block_tables=options.check_block_tables)
+
+
+@hookimpl
+def infermix_attention() -> list[Component]:
+    return [
+        Component(
+            name="triton",
+            role=Role.ATTENTION,
+            summary="Triton kernels that read blocks and dense rows in place",
+            build=_build_attention,
+            options=AttentionOptions,
+            requires=("torch", "triton"),
+            extra="triton",
+            needs=_attention_needs,
+            provides=_attention_provides,
+        )
+    ]

@@ -1,0 +1,131 @@
+"""The attention kernels without a GPU: interpreted in a process of their own, compiled for sm_90 in another."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from attention_cases import Case, build
+from infermix_kernels.attention import pack_tree_mask, paged_attention
+from infermix_kernels.launch import Launch, LaunchTable, ShapeClass, candidates, tune
+
+FOLDER = Path(__file__).parent
+SHAPE = ShapeClass("split", 2, 2, 128, 128, 16, 16)
+
+
+def _run(arguments: list[str], **environment: str) -> str:
+    """A Python process with this folder on its path; `TRITON_INTERPRET` only as given."""
+    variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    path = os.pathsep.join([str(FOLDER), variables.get("PYTHONPATH", "")])
+    variables |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environment}
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def test_interpreted_kernels_match_the_reference() -> None:
+    path = str(FOLDER / "attention_interpreted.py")
+    assert " passed" in _run(["-m", "pytest", "-q", "-p", "no:xdist", path], TRITON_INTERPRET="1")
+
+
+def test_main_configurations_compile_for_sm_90_without_spills() -> None:
+    """Registers and spills of every configuration are printed, as `pytest -s` shows."""
+    rows = [json.loads(line) for line in _run([str(FOLDER / "compile_sm90.py")]).splitlines()]
+    for row in rows:
+        print(row)
+    assert len(rows) >= 8
+    assert [row["name"] for row in rows if row["spill_bytes"] > row["allowed_spill_bytes"]] == []
+    assert [row["name"] for row in rows if row["shared_bytes"] > 227 * 1024] == []
+    assert all(row["wgmma"] for row in rows if row["name"].startswith("prefill") and "fp32" not in row["name"])
+
+
+def _arguments() -> dict[str, object]:
+    return build(Case("plain", (1, 3), (20, 3)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"keys": torch.zeros(5, 16, 2, 32, dtype=torch.float16)}, "keys are torch.float16, values torch.float32"),
+        ({"q": torch.zeros(4, 4, 48)}, "keys have head dim 32, q 48"),
+        ({"q": torch.zeros(4, 3, 32)}, "3 query heads do not fold onto 2 KV heads"),
+        ({"q": torch.zeros(4, 32, 4).transpose(1, 2)}, "contiguous last dimension"),
+        ({"q": torch.zeros(4, 4, 32, dtype=torch.float64)}, "supported: bfloat16, float16, float32"),
+        ({"context_lens": torch.tensor([20, 3])}, "context_lens is torch.int64, must be int32"),
+        ({"cu_seqlens_q": torch.tensor([0, 4], dtype=torch.int32)}, "cu_seqlens_q has 2 items, not 3"),
+        ({"block_tables": torch.zeros(2, 1, dtype=torch.int32)}, "reach 16 tokens, max_context_len is 20"),
+        ({"block_tables": torch.zeros(1, 2, dtype=torch.int32)}, "fewer rows"),
+        ({"block_tables": None, "max_context_len": 17}, "rows of 16 tokens"),
+        ({"window": 0}, "window is 0"),
+        ({"sinks": torch.zeros(2)}, "sinks has shape"),
+        ({"tree_mask": torch.zeros(4, dtype=torch.int64), "window": 4}, "tree mask and a window"),
+        ({"tree_mask": torch.zeros(4, dtype=torch.int64), "max_query_len": 65}, "at most 64"),
+        ({"key_scales": torch.zeros(5, 16, 2)}, "scales are given"),
+        ({"keys": torch.zeros(5, 16, 2, 32, dtype=torch.int8)}, "keys are torch.int8, values torch.float32"),
+        ({"sinks": torch.zeros(4, device="meta")}, "another device"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_wrong_arguments_are_refused_before_the_launch(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        paged_attention(**{**_arguments(), **changes})  # type: ignore[arg-type]
+
+
+def test_quantized_pools_need_scales_of_their_shape() -> None:
+    arguments = build(Case("int8", (1,), (20,), kv=torch.int8))
+    with pytest.raises(ValueError, match="need scales"):
+        paged_attention(**{**arguments, "value_scales": None})
+    narrow = {name: arguments[name][..., :30] for name in ("keys", "values", "q")}
+    with pytest.raises(ValueError, match="in fours"):
+        paged_attention(**{**arguments, **narrow})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"block_tables": torch.tensor([[1, 9], [2, 0]], dtype=torch.int32)}, r"block_tables\[0, 1\] is 9"),
+        ({"context_lens": torch.tensor([20, 40], dtype=torch.int32)}, "sequence 1: context 40"),
+        ({"context_lens": torch.tensor([20, 2], dtype=torch.int32)}, "sequence 1: context 2"),
+        ({"cu_seqlens_q": torch.tensor([0, 5, 4], dtype=torch.int32)}, "decreases"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_debug_switch_reads_the_tables(changes: dict[str, object], message: str) -> None:
+    arguments = _arguments() | {"block_tables": torch.tensor([[1, 3], [2, 0]], dtype=torch.int32)}
+    with pytest.raises(ValueError, match=message):
+        paged_attention(**{**arguments, **changes}, check_block_tables=True)  # type: ignore[arg-type]
+
+
+def test_tree_masks_are_packed_by_column() -> None:
+    mask = torch.tensor([[True, False, False], [True, True, False], [True, False, True]])
+    assert pack_tree_mask(mask).tolist() == [1, 3, 5]
+    assert pack_tree_mask(torch.eye(64, dtype=torch.bool))[63] == -(1 << 63)
+
+
+def test_tuned_parameters_are_kept_on_disk_and_found_again(tmp_path: Path) -> None:
+    table = LaunchTable(tmp_path, torch.device("cpu"))
+    slow, fast = Launch(16, 32, 4, 2), Launch(16, 128, 8, 3)
+    tried: list[Launch] = []
+    default = table.find(SHAPE)
+    seconds = {slow: 2.0, fast: 1.0}
+    measured = iter([seconds[slow], seconds[fast]])
+    best = tune(SHAPE, tried.append, table, among=[slow, fast], measure=lambda call: (call(), next(measured))[1])
+    assert (tried, best, table.find(SHAPE)) == ([slow, fast], fast, fast)
+    again = LaunchTable(tmp_path, torch.device("cpu"))
+    assert again.find(SHAPE) == fast != default
+    other = ShapeClass("prefill", 2, 2, 128, 128, 128, 16)
+    assert again.find(other).block_rows == 128
+
+
+def test_candidates_fit_into_shared_memory() -> None:
+    for launch in candidates(ShapeClass("prefill", 2, 2, 256, 256, 128, 16)):
+        tiles = launch.block_tokens * 2 * 512 * launch.num_stages + launch.block_rows * 512
+        assert tiles <= 227 * 1024
