@@ -1,0 +1,73 @@
+"""Linear layers with FP8 (E4M3) weights and activations, quantized per token on the way in."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from infermix_kernels.checks import require, require_floats
+from infermix_kernels.matmul import new_output, product, rows_tile
+from infermix_kernels.matmul_launch import MatmulLaunch, MatmulWorkspace, split_for
+from infermix_kernels.quantize import quantize_rows
+
+_PROGRAMS = 384
+
+
+def fp8_linear(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out: Tensor | None = None,
+    scratch: tuple[Tensor, Tensor] | None = None,
+    workspace: MatmulWorkspace | None = None,
+    launch: MatmulLaunch | None = None,
+    pdl: bool = False,
+) -> Tensor:
+    """`x [M, K] (weight [N, K] float8_e4m3fn * weight_scale [N])^T + bias`, in x's dtype, x rounded to FP8 per token.
+
+    `scratch` is room for the quantized x: (float8_e4m3fn `[M, K]`, fp32 `[M]`). Hopper's tensor cores add FP8
+    products with about 14 bits of fraction, far finer than the 4 bits of an operand.
+    """
+    require_floats(x=x)
+    require(weight_scale.dim() == 1, "weight_scale must be [N]")
+    quantized, x_scale = quantize_rows(
+        x, torch.float8_e4m3fn, out=scratch and scratch[0], scales=scratch and scratch[1], pdl=pdl
+    )
+    out = new_output(x, weight.shape[0], x.dtype, out)
+    fp8_product(quantized, x_scale, weight, weight_scale, bias, out=out, workspace=workspace, launch=launch, pdl=pdl)
+    return out
+
+
+def fp8_product(
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out: Tensor,
+    workspace: MatmulWorkspace | None = None,
+    launch: MatmulLaunch | None = None,
+    pdl: bool = False,
+) -> Tensor:
+    """The same from an x that is already FP8 `[M, K]` with fp32 scales `[M]`."""
+    for name, tensor in (("x", x), ("weight", weight)):
+        require(tensor.dtype == torch.float8_e4m3fn, f"{name} is {tensor.dtype}, must be float8_e4m3fn")
+    launch = launch or default_launch(x.shape[0], weight.shape[0], weight.shape[1])
+    product(
+        x, weight, out, launch, x_scale=x_scale, weight_scale=weight_scale, bias=bias, workspace=workspace, pdl=pdl
+    )
+    return out
+
+
+def default_launch(num_rows: int, num_columns: int, width: int) -> MatmulLaunch:
+    """What was good on an H200."""
+    if num_rows > 128:
+        return MatmulLaunch(128, 256, 128, 1, 8, 3, swap=False)
+    block_m = rows_tile(num_rows, 128)
+    block_n = 64 if block_m <= 32 else 128
+    split = split_for(triton.cdiv(num_columns, block_n), triton.cdiv(width, 256), _PROGRAMS)
+    return MatmulLaunch(block_m, block_n, 256 if block_m <= 64 else 128, split, 4, 4)

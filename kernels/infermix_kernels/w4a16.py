@@ -1,0 +1,205 @@
+"""Linear layers with 4-bit weights and 16-bit activations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from infermix_kernels.checks import (
+    interpreted,
+    require,
+    require_device,
+    require_floats,
+    require_rows,
+    require_shape,
+    require_vector,
+)
+from infermix_kernels.matmul import new_output, rows_tile
+from infermix_kernels.matmul_launch import (
+    MatmulLaunch,
+    MatmulWorkspace,
+    check_matrix,
+    split_for,
+    usable_split,
+)
+from infermix_kernels.pack import PLANE, RUN, PackedW4
+from infermix_kernels.w4a16_gemv import w4_gemv_kernel
+from infermix_kernels.w4a16_tile import w4_tile_kernel
+
+_PROGRAMS = 384
+#: Up to this many rows a tile, group sums are scaled instead of weights: exact, and cheap on a small tile.
+_EXACT_ROWS = 64
+
+
+@dataclass(frozen=True)
+class W4GemvLaunch:
+    """One row: a program computes `block_n` output features, `runs` times 256 columns a step."""
+
+    block_n: int = 4
+    runs: int = 8
+    num_warps: int = 4
+
+
+@triton.jit
+def gather_columns_kernel(x, order, out, width, stride_x, stride_out, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    source = tl.load(order + cols, mask=cols < width, other=0)
+    values = tl.load(x + row * stride_x + source, mask=cols < width, other=0.0)
+    tl.store(out + row * stride_out + cols, values, mask=cols < width)
+
+
+def gather_columns(x: Tensor, order: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """`x[:, order]`: `x [M, K]`, `order [K]` int32."""
+    require_rows("x", x)
+    require(order.dtype == torch.int32, f"order is {order.dtype}, must be int32")
+    require_vector("order", order, x.shape[1])
+    out = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
+    require_shape("out", out, tuple(x.shape))
+    require_rows("out", out)
+    require_device(x, order, out)
+    grid = (x.shape[0], triton.cdiv(x.shape[1], 1024))
+    if x.numel():
+        gather_columns_kernel[grid](x, order, out, x.shape[1], x.stride(0), out.stride(0), BLOCK=1024, num_warps=4)
+    return out
+
+
+def w4a16_linear(
+    x: Tensor,
+    weight: PackedW4,
+    bias: Tensor | None = None,
+    *,
+    out: Tensor | None = None,
+    scratch: Tensor | None = None,
+    workspace: MatmulWorkspace | None = None,
+    launch: W4GemvLaunch | MatmulLaunch | None = None,
+    pdl: bool = False,
+) -> Tensor:
+    """`x [M, K] weight^T + bias [N]`, in x's dtype, summed in fp32.
+
+    `scratch [M, K]` holds x in the order of an act-order weight. Small tiles scale the sum of each group, large ones
+    round scaled weights to x's dtype first (`MatmulLaunch.block_m` above 64).
+    """
+    _check(x, weight, bias)
+    out = new_output(x, weight.out_features, x.dtype, out)
+    require_shape("out", out, (x.shape[0], weight.out_features))
+    require_rows("out", out)
+    if x.shape[0] == 0:
+        return out
+    if weight.order is not None:
+        x = gather_columns(x, weight.order, out=scratch)
+    launch = launch or default_launch(x.shape[0], weight.out_features, weight.in_features)
+    if isinstance(launch, MatmulLaunch):
+        _tiles(x, weight, bias, out, launch, workspace, pdl)
+    else:
+        _gemv(x, weight, bias, out, launch, pdl)
+    return out
+
+
+def default_launch(num_rows: int, num_columns: int, width: int) -> W4GemvLaunch | MatmulLaunch:
+    """What was good on an H200."""
+    if num_rows == 1:
+        return W4GemvLaunch()
+    if num_rows > 128:
+        return MatmulLaunch(128, 128, RUN, 1, 8, 2)
+    block_m = rows_tile(num_rows, 128)
+    block_n = 64 if block_m <= 32 else 128
+    split = split_for(triton.cdiv(num_columns, block_n), triton.cdiv(width, RUN), _PROGRAMS)
+    return MatmulLaunch(block_m, block_n, RUN, split, 4 if block_n == 64 else 8, 3)
+
+
+def _check(x: Tensor, weight: PackedW4, bias: Tensor | None) -> None:
+    require_floats(x=x)
+    check_matrix(x, weight.out_features, weight.in_features)
+    num_words = -(-weight.in_features // RUN) * PLANE
+    require(weight.words.dtype == torch.int32, f"words are {weight.words.dtype}, must be int32")
+    require_shape("words", weight.words, (weight.out_features, num_words))
+    groups = weight.in_features // weight.group_size
+    for name, tensor in (("scales", weight.scales), ("zeros", weight.zeros)):
+        if tensor is not None:
+            require_shape(name, tensor, (groups, weight.out_features))
+            require(tensor.is_contiguous(), f"{name} must be contiguous")
+    require(weight.words.is_contiguous(), "words must be contiguous")
+    require_vector("bias", bias, weight.out_features)
+    require_device(x, weight.words, weight.scales, weight.zeros, weight.order, bias)
+
+
+def _tiles(
+    x: Tensor,
+    weight: PackedW4,
+    bias: Tensor | None,
+    out: Tensor,
+    launch: MatmulLaunch,
+    workspace: MatmulWorkspace | None,
+    pdl: bool,
+) -> None:
+    num_rows, width = x.shape
+    num_columns = weight.out_features
+    require(launch.block_k == RUN and launch.swap, f"4-bit weights need swapped launches with block_k {RUN}")
+    split_k = usable_split(launch, workspace, num_rows, num_columns)
+    w4_tile_kernel[(launch.num_tiles(num_rows, num_columns) * split_k,)](
+        x,
+        weight.words,
+        weight.scales,
+        weight.scales if weight.zeros is None else weight.zeros,
+        out,
+        out if bias is None else bias,
+        out if workspace is None else workspace.partial,
+        out if workspace is None else workspace.counters,
+        num_rows,
+        num_columns,
+        width,
+        weight.scales.shape[0],
+        x.stride(0),
+        weight.words.stride(0),
+        out.stride(0),
+        HAS_ZEROS=weight.zeros is not None,
+        HAS_BIAS=bias is not None,
+        GROUP_SIZE=weight.group_size,
+        BLOCK_M=launch.block_m,
+        BLOCK_N=launch.block_n,
+        SPLIT_K=split_k,
+        GROUP_M=launch.group_m,
+        SCALE_WEIGHTS=launch.block_m > _EXACT_ROWS,
+        EVEN_N=num_columns % launch.block_n == 0,
+        EVEN_K=width % RUN == 0,
+        EVICT="evict_first" if num_rows <= launch.block_m else "",
+        ASM=x.dtype != torch.float32 and not interpreted(),
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        PDL=pdl,
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
+        launch_pdl=pdl,
+    )
+
+
+def _gemv(x: Tensor, weight: PackedW4, bias: Tensor | None, out: Tensor, launch: W4GemvLaunch, pdl: bool) -> None:
+    require(x.shape[0] == 1, f"a W4GemvLaunch takes one row, not {x.shape[0]}")
+    num_columns, num_runs = weight.out_features, weight.words.shape[1] // PLANE
+    runs = min(launch.runs, triton.next_power_of_2(num_runs))
+    w4_gemv_kernel[(triton.cdiv(num_columns, launch.block_n),)](
+        x,
+        weight.words,
+        weight.scales,
+        weight.scales if weight.zeros is None else weight.zeros,
+        out,
+        out if bias is None else bias,
+        num_columns,
+        weight.in_features,
+        num_runs,
+        weight.scales.shape[0],
+        weight.words.stride(0),
+        HAS_ZEROS=weight.zeros is not None,
+        HAS_BIAS=bias is not None,
+        GROUP_SIZE=weight.group_size,
+        BLOCK_N=launch.block_n,
+        RUNS=runs,
+        EVEN=num_columns % launch.block_n == 0 and num_runs % runs == 0,
+        PDL=pdl,
+        num_warps=launch.num_warps,
+        launch_pdl=pdl,
+    )

@@ -1,0 +1,109 @@
+"""The tensor-core kernel of 4-bit weights: weights become 16-bit numbers in registers, as the left operand."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from infermix_kernels.dependent import wait_for_inputs
+from infermix_kernels.matmul_tile import UNSCALED, join_splits, store_product, tile_of
+from infermix_kernels.w4a16_unpack import offset_of, unpack_plane
+
+
+@triton.jit
+def load_zeros(zeros, group, columns, N, num_groups, HAS_ZEROS: tl.constexpr):
+    """Zero points of some output features in fp32; 8 when the weights have none."""
+    if HAS_ZEROS:
+        mask = (columns < N) & (group < num_groups)
+        return tl.load(zeros + group * N + columns, mask=mask, other=0).to(tl.float32)
+    else:
+        return tl.full(columns.shape, 8.0, tl.float32)
+
+
+@triton.jit
+def w4_tile_kernel(
+    x,
+    words,
+    scales,
+    zeros,
+    out,
+    bias,
+    partial,
+    counters,
+    M,
+    N,
+    K,
+    num_groups,
+    stride_x,
+    stride_w,
+    stride_out,
+    HAS_ZEROS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    SCALE_WEIGHTS: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    EVICT: tl.constexpr,
+    ASM: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """`x [M, K] w^T`, 256 columns a step. Grid: tiles times SPLIT_K.
+
+    SCALE_WEIGHTS rounds scaled weights to x's dtype before the product; otherwise the fp32 sum of each group is
+    scaled, which is exact and costs time per group and element of the tile.
+    """
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    PER_STEP: tl.constexpr = 256 // GROUP_SIZE if GROUP_SIZE < 256 else 1
+    PLANES: tl.constexpr = 8 // PER_STEP
+    pid = tl.program_id(0)
+    num_tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
+    tile, split = pid % num_tiles, pid // num_tiles
+    tile_m, tile_n = tile_of(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M)
+    rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    ks = tl.arange(0, 32)
+    steps = tl.cdiv(tl.cdiv(K, 256), SPLIT_K)
+    first = split * steps
+    x_at = x + rows.to(tl.int64)[:, None] * stride_x + ks[None, :]
+    w_at = words + columns.to(tl.int64)[:, None] * stride_w + ks[None, :]
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    wait_for_inputs(PDL)
+    for step in range(first, tl.minimum(first + steps, tl.cdiv(K, 256))):
+        if EVEN_N:
+            packed = tl.load(w_at + step * 32, eviction_policy=EVICT)
+        else:
+            packed = tl.load(w_at + step * 32, mask=(columns < N)[:, None], other=0, eviction_policy=EVICT)
+        for part in tl.static_range(PER_STEP):
+            group = (step * 256 + part * (256 // PER_STEP)) // GROUP_SIZE
+            in_range = (columns < N) & (group < num_groups)
+            scale = tl.load(scales + group * N + columns, mask=in_range, other=0.0)
+            offset = offset_of(load_zeros(zeros, group, columns, N, num_groups, HAS_ZEROS), DTYPE, ASM)
+            if SCALE_WEIGHTS:
+                total = acc
+            else:
+                total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+            for within in tl.static_range(PLANES):
+                plane: tl.constexpr = part * PLANES + within
+                start = step * 256 + plane * 32
+                mask = (rows < M)[:, None]
+                if not EVEN_K:
+                    mask = mask & (start + ks < K)[None, :]
+                xs = tl.load(x_at + start, mask=mask, other=0.0)
+                weights = unpack_plane(packed, offset[:, None], scale.to(DTYPE)[:, None], plane, SCALE_WEIGHTS, ASM)
+                total = tl.dot(weights, tl.trans(xs), total, input_precision=PRECISION)
+            if SCALE_WEIGHTS:
+                acc = total
+            else:
+                acc += total * scale.to(tl.float32)[:, None]
+    acc = tl.trans(acc)
+    if SPLIT_K == 1:
+        store_product(acc, out, bias, bias, bias, rows, columns, M, N, stride_out, False, UNSCALED, HAS_BIAS)
+    else:
+        last, acc = join_splits(acc, partial, counters, tile, split, BLOCK_M, BLOCK_N, SPLIT_K)
+        if last:
+            store_product(acc, out, bias, bias, bias, rows, columns, M, N, stride_out, False, UNSCALED, HAS_BIAS)

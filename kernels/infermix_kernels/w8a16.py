@@ -1,0 +1,55 @@
+"""Linear layers with 8-bit weights (int8, or float8_e4m3fn) and 16-bit activations."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from infermix_kernels.checks import require, require_floats
+from infermix_kernels.matmul import new_output, product, rows_tile
+from infermix_kernels.matmul_launch import MatmulLaunch, MatmulWorkspace, split_for
+
+DTYPES = (torch.int8, torch.float8_e4m3fn)
+_PROGRAMS = 384
+
+
+def w8a16_linear(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out: Tensor | None = None,
+    workspace: MatmulWorkspace | None = None,
+    launch: MatmulLaunch | None = None,
+    pdl: bool = False,
+) -> Tensor:
+    """`x [M, K] (weight [N, K] * weight_scale)^T + bias [N]`, in x's dtype.
+
+    `weight_scale` is `[N]`, or `[groups, N]` for equal groups of at least 32 columns. Weights are converted to x's
+    dtype without loss and scaled after the product.
+    """
+    require_floats(x=x)
+    require(weight.dtype in DTYPES, f"weight is {weight.dtype}, must be int8 or float8_e4m3fn")
+    out = new_output(x, weight.shape[0], x.dtype, out)
+    launch = launch or default_launch(x.shape[0], weight.shape[0], weight.shape[1], group_size(weight, weight_scale))
+    product(x, weight, out, launch, weight_scale=weight_scale, bias=bias, workspace=workspace, pdl=pdl)
+    return out
+
+
+def group_size(weight: Tensor, weight_scale: Tensor) -> int:
+    """Columns that share a scale; all of them when there is one scale per output feature."""
+    return weight.shape[1] // weight_scale.shape[0] if weight_scale.dim() == 2 else weight.shape[1]
+
+
+def default_launch(num_rows: int, num_columns: int, width: int, group: int) -> MatmulLaunch:
+    """What was good on an H200; block_k divides the group."""
+    block_k = next((size for size in (128, 64, 32) if group == width or group % size == 0), group)
+    if num_rows > 128:
+        return MatmulLaunch(128, 128, min(block_k, 64), 1, 8, 3)
+    block_m = rows_tile(num_rows, 128)
+    block_n = 64 if block_m <= 32 else 128
+    num_tiles = triton.cdiv(num_columns, block_n)
+    split = split_for(num_tiles, triton.cdiv(width, block_k), _PROGRAMS)
+    return MatmulLaunch(block_m, block_n, block_k, split, 4, 4)
