@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from infermix.engine.bridge import Joint
-from infermix.engine.self_check import full_logits, packed_logits, random_sequences, relative_error
+from infermix.engine.self_check import relative_error
+from infermix.engine.walk import full_logits, packed_logits, random_sequences
 from infermix.roles.attention import LayerSpec
 from infermix.roles.batch import Batch
 from infermix.roles.kv_store import PagedView
@@ -41,7 +42,7 @@ def packed_error(joint: Joint, attention: Any, layout_name: str, lengths: tuple[
         num_decode=4,
     )
     full = [full_logits(joint, ids, ALL_ROWS) for ids in sequences]
-    return relative_error(packed, full)[0]
+    return relative_error(packed, full)
 
 
 class WithoutWindow(EagerAttention):

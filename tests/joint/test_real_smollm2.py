@@ -116,7 +116,7 @@ def test_self_check_passes(real: Real, dtype: str) -> None:
         loaded.model, Joint(loaded.model), SdpaAttention(), PagedLayout(16),
         device=torch.device("cpu"), dtype=getattr(torch, dtype),
     )  # fmt: skip
-    assert report["relative_error"] < report["tolerance"] / 2
+    assert report["relative_error"] < 0.75 * report["tolerance"]
 
 
 def test_tokenizer(real: Real) -> None:

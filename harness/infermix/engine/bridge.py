@@ -7,6 +7,7 @@ A probe forward at construction learns what every layer hands over and refuses w
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -124,11 +125,16 @@ class Joint:
             self._context.probe = None
         return logits
 
-    def reference(self, input_ids: Tensor, num_rows: int) -> Tensor:
-        """Last `num_rows` logits of transformers' own eager full forward over one sequence `[T]`; detached only."""
+    @property
+    def has_sdpa(self) -> bool:
+        """Whether transformers itself can run this model with SDPA."""
+        return bool(getattr(self.model, "_supports_sdpa", False))
+
+    def reference(self, input_ids: Tensor, num_rows: int, implementation: str = "eager") -> Tensor:
+        """Last `num_rows` logits of transformers' own full forward over one sequence `[T]`; detached only."""
         assert self._context.store is None
         extra = {"logits_to_keep": num_rows} if self._takes_rows else {}
-        self._use("eager")
+        self._use(implementation)
         try:
             with torch.no_grad():
                 return self.model(input_ids=input_ids[None], use_cache=False, **extra).logits[0, -num_rows:]
@@ -177,4 +183,14 @@ def _refuse_family(config: Any) -> None:
 def _register() -> None:
     from transformers import AttentionInterface
 
-    AttentionInterface.register(ATTENTION_NAME, _attend)
+    AttentionInterface.register(ATTENTION_NAME, _opaque_attend())
+
+
+@functools.cache
+def _opaque_attend() -> Any:
+    """`_attend` as a break in every compiled graph: what store and attention do is not traced.
+
+    They write to memory behind the model's back and read the batch as a Python object; compiled layers run up to
+    here, call it as it is, and go on. One object for the process, since compiled code guards on it.
+    """
+    return torch.compiler.disable(_attend, reason="store and attention run as they are")
