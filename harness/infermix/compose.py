@@ -54,6 +54,7 @@ class CellPlan:
     time_limit_s: float
     max_model_len: int = 0
     max_num_seqs: int = 0
+    transforms: tuple[Choice, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ class _Chosen:
     explicit: Mapping[Role, Choice]
     parts: Mapping[Role, Choice]
     evaluators: tuple[Choice, ...]
+    transforms: tuple[Choice, ...]
 
 
 def compose(cells: Iterable[Cell], catalogue: Catalogue, *, machine: MachineFacts | None = None) -> list[CellPlan]:
@@ -125,16 +127,20 @@ class _Chooser:
             Role(role): self._choice(Role(role), use, ("parts", role), report)
             for role, use in experiment.parts.items()
         }
-        evaluators = [
-            self._choice(Role.EVALUATOR, use, ("quality", index), report)
-            for index, use in enumerate(experiment.quality)
-        ]
-        if engine is None or workload is None or None in explicit.values() or None in evaluators:
+        evaluators = self._list(Role.EVALUATOR, "quality", experiment.quality, report)
+        transforms = self._list(Role.TRANSFORM, "transforms", experiment.transforms, report)
+        if engine is None or workload is None or None in explicit.values():
+            return None
+        if evaluators is None or transforms is None:
             return None
         given = {role: choice for role, choice in explicit.items() if choice is not None}
         parts = self._hosted(engine, given, report)
-        found = tuple(choice for choice in evaluators if choice is not None)
-        return _Chosen(engine, workload, given, parts, found) if parts is not None else None
+        return _Chosen(engine, workload, given, parts, evaluators, transforms) if parts is not None else None
+
+    def _list(self, role: Role, key: str, uses: Sequence[Use], report: Report) -> tuple[Choice, ...] | None:
+        choices = [self._choice(role, use, (key, index), report) for index, use in enumerate(uses)]
+        found = tuple(choice for choice in choices if choice is not None)
+        return found if len(found) == len(uses) else None
 
     def _hosted(self, engine: Choice, given: Mapping[Role, Choice], report: Report) -> dict[Role, Choice] | None:
         """One part for every role that the engine takes, the default where the experiment names none."""
@@ -190,7 +196,7 @@ class _Planner:
         facts = self._with_dtype(native, dtype)
         problems = [*_unavailable(chosen), *_not_hosted(chosen), *_refused(chosen, facts)]
         choices = {Role.ENGINE: chosen.engine, **chosen.parts, Role.WORKLOAD: chosen.workload}
-        matched = match(choices, chosen.evaluators, facts, machine)
+        matched = match(choices, chosen.evaluators, facts, machine, chosen.transforms)
         parts = {role: matched.choices[role] for role in chosen.parts}
         sizes = self._fitter.fit(experiment.limits, choices, chosen.evaluators, facts, machine)
         problems += [no_device] if no_device else [*matched.problems, *sizes.problems]
@@ -200,7 +206,7 @@ class _Planner:
             engine=matched.choices[Role.ENGINE], workload=chosen.workload, parts=parts,
             evaluators=chosen.evaluators, source=source, facts=facts, machine=machine, device=machine.device,
             dtype=dtype, memory=sizes.memory, time_limit_s=experiment.measure.time_limit_s,
-            max_model_len=sizes.max_model_len, max_num_seqs=sizes.max_num_seqs,
+            max_model_len=sizes.max_model_len, max_num_seqs=sizes.max_num_seqs, transforms=matched.transforms,
         )  # fmt: skip
 
     def _machine(self, device: str) -> tuple[MachineFacts, str | None]:
@@ -240,7 +246,7 @@ def resolve_dtype(asked: str, native: str, source: ResolvedSource, device: str) 
 
 
 def _unavailable(chosen: _Chosen) -> list[str]:
-    everyone = (chosen.engine, *chosen.parts.values(), chosen.workload, *chosen.evaluators)
+    everyone = (chosen.engine, *chosen.parts.values(), *chosen.transforms, chosen.workload, *chosen.evaluators)
     return [
         f"{choice.component.role.value} {choice.component.name!r} {choice.registered.unavailable}"
         for choice in everyone
@@ -251,11 +257,15 @@ def _unavailable(chosen: _Chosen) -> list[str]:
 def _not_hosted(chosen: _Chosen) -> list[str]:
     component = chosen.engine.component
     hosted = ", ".join(role.value for role in PART_ROLES if role in component.hosts) or "no part"
-    return [
+    refused = [
         f"engine {component.name!r} takes {hosted}, not {role.value} {choice.component.name!r}"
         for role, choice in chosen.explicit.items()
         if role not in component.hosts
     ]
+    if chosen.transforms and Role.TRANSFORM not in component.hosts:
+        names = ", ".join(repr(choice.component.name) for choice in chosen.transforms)
+        refused.append(f"engine {component.name!r} applies no model transforms, so not {names}")
+    return refused
 
 
 def _refused(chosen: _Chosen, facts: ModelFacts) -> list[str]:

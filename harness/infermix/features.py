@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,13 +26,18 @@ class Match:
     problems: tuple[str, ...]
     adapters: Mapping[str, str]
     choices: Mapping[Role, Choice]
+    transforms: tuple[Choice, ...] = ()
 
 
 def match(
-    choices: Mapping[Role, Choice], evaluators: Iterable[Choice], model: ModelFacts, machine: MachineFacts
+    choices: Mapping[Role, Choice],
+    evaluators: Iterable[Choice],
+    model: ModelFacts,
+    machine: MachineFacts,
+    transforms: Sequence[Choice] = (),
 ) -> Match:
-    """Check a mix. `choices` come back with `via` filled in; `model.dtype` is the dtype of the cell."""
-    rules = _Rules(choices, model, machine)
+    """Check a mix. `choices` and `transforms` come back with `via` filled in; `model.dtype` is the cell's dtype."""
+    rules = _Rules(choices, transforms, model, machine)
     problems: list[str] = list(rules.model_problems())
     adapters: dict[str, str] = {}
     matched: dict[Role, Choice] = {}
@@ -40,21 +45,33 @@ def match(
         via = rules.resolve(role, choice, problems)
         matched[role] = replace(choice, via=via) if via else choice
         adapters.update(via)
+    adapted: list[Choice] = []
+    for choice in transforms:
+        via = rules.resolve(Role.TRANSFORM, choice, problems)
+        adapted.append(replace(choice, via=via) if via else choice)
+        adapters.update(via)
     for choice in evaluators:
         rules.resolve(Role.EVALUATOR, choice, problems)
-    return Match(tuple(problems), adapters, matched)
+    return Match(tuple(problems), adapters, matched, tuple(adapted))
 
 
 class _Rules:
     """Features of one mix: every provided one, and those that exist only through an adapter."""
 
-    def __init__(self, choices: Mapping[Role, Choice], model: ModelFacts, machine: MachineFacts) -> None:
+    def __init__(
+        self,
+        choices: Mapping[Role, Choice],
+        transforms: Sequence[Choice],
+        model: ModelFacts,
+        machine: MachineFacts,
+    ) -> None:
         self._choices, self._model, self._machine = choices, model, machine
-        parts = frozenset[str]().union(*(self._evaluate(choice, "provides") for choice in choices.values()))
+        everyone = (*choices.values(), *transforms)
+        parts = frozenset[str]().union(*(self._evaluate(choice, "provides") for choice in everyone))
         hardware = {name for name in machine.provides if not name.startswith("dtype:")}
         self._provided = parts | hardware | {f"dtype:{model.dtype}"}
         self._adapters: dict[str, str] = {}
-        for choice in choices.values():
+        for choice in everyone:
             self._adapters.update(self._evaluate(choice, "adapters"))
 
     def _evaluate(self, choice: Choice, rule: str) -> Any:

@@ -10,10 +10,14 @@ receives and returns:
 | `infermix_quantizer` | `None` | `roles.quantizer.Quantizer` |
 | `infermix_decoder` | `None` | `roles.decoder.Decoder` |
 | `infermix_scheduler` | `max_num_seqs` (int) | `roles.scheduler.Scheduler` |
+| `infermix_transform` | `None` | `roles.transform.ModelTransform` |
 | `infermix_engine` | `roles.engine.EngineContext` | `roles.engine.Engine` |
 | `infermix_workload` | `roles.workload.WorkloadContext` | `roles.workload.Workload` |
 | `infermix_evaluator` | `roles.evaluator.EvaluatorContext` | `roles.evaluator.Evaluator` |
 """
+
+# A specification has no body.
+# mypy: disable-error-code="empty-body"
 
 from __future__ import annotations
 
@@ -49,6 +53,11 @@ def infermix_decoder() -> list[Component]:
 @hookspec
 def infermix_scheduler() -> list[Component]:
     """Schedulers."""
+
+
+@hookspec
+def infermix_transform() -> list[Component]:
+    """Model transforms: fused modules, compilation."""
 
 
 @hookspec

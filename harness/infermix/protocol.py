@@ -69,6 +69,7 @@ class SetupDone(msgspec.Struct, tag="setup_done", kw_only=True):
     dtype: str
     engine: PartRecord
     parts: dict[str, PartRecord]
+    transforms: list[PartRecord] = []
     limits: dict[str, int]
     warmup_repeats: int
     warmup_steady: bool | None
@@ -100,7 +101,7 @@ class RepeatDone(msgspec.Struct, tag="repeat_done", kw_only=True):
     elapsed_s: float
     first: list[dict[str, Any]] = []
     memory: dict[str, float] = {}
-    executed: dict[str, dict[str, Any]] = {}
+    executed: dict[str, Any] = {}
 
 
 class QualityDone(msgspec.Struct, tag="quality_done", kw_only=True):

@@ -55,6 +55,24 @@ class ContinuousOptions(Options, frozen=True):
     ] = False
 
 
+class CompileOptions(Options, frozen=True):
+    mode: Annotated[
+        Literal["default", "max-autotune-no-cudagraphs"],
+        Meta(description="how long inductor searches; the engine captures CUDA graphs itself"),
+    ] = "default"
+    dynamic: Annotated[
+        bool,
+        Meta(
+            description="one version for any number of tokens; false compiles each number anew, also inside a "
+            "measured repeat, whose setup_in_window guard then turns red"
+        ),
+    ] = True
+    backend: Annotated[
+        Literal["inductor", "aot_eager", "eager"],
+        Meta(description="inductor generates code (on a CPU it needs a C++ compiler); the others only trace"),
+    ] = "inductor"
+
+
 def _always(*names: str) -> FeatureRule:
     features = frozenset(names)
 
@@ -149,6 +167,12 @@ def _build_continuous(options: ContinuousOptions, context: int) -> Any:
         max_num_batched_tokens=options.max_num_batched_tokens,
         chunked=options.chunked,
     )
+
+
+def _build_compile(options: CompileOptions, context: None) -> Any:
+    from infermix_reference.transform_compile import CompileTransform
+
+    return CompileTransform(options)
 
 
 @hookimpl
@@ -268,4 +292,18 @@ def infermix_scheduler() -> list[Component]:
             build=_build_continuous,
             options=ContinuousOptions,
         ),
+    ]
+
+
+@hookimpl
+def infermix_transform() -> list[Component]:
+    return [
+        Component(
+            name="compile",
+            role=Role.TRANSFORM,
+            summary="torch.compile of every decoder layer, attention and KV store left as they are",
+            build=_build_compile,
+            options=CompileOptions,
+            requires=("torch",),
+        )
     ]

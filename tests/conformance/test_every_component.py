@@ -21,6 +21,7 @@ VARIANTS: dict[tuple[Role, str], list[dict[str, Any]]] = {
         for granularity in ("tensor", "channel", "group")
         for symmetric in (True, False)
     ],
+    (Role.TRANSFORM, "compile"): [{"backend": "eager"}, {"backend": "aot_eager"}],
     (Role.SCHEDULER, "static"): [{"batch_size": 1}, {"batch_size": 3}],
     (Role.SCHEDULER, "continuous"): [
         {"max_num_seqs": 2},
@@ -94,3 +95,10 @@ def test_decoder_emits_what_the_model_says(registered: Registered, given: dict[s
 def test_quantizer_keeps_its_word(registered: Registered, given: dict[str, Any], dtype: str) -> None:
     component, options = _ready(registered, given)
     conformance.check_quantizer(component, options, dtype=dtype)
+
+
+@pytest.mark.parametrize(("registered", "given"), _cases(Role.TRANSFORM))
+def test_transform_keeps_the_logits(registered: Registered, given: dict[str, Any]) -> None:
+    component, options = _ready(registered, given)
+    for family in conformance.TRANSFORM_FAMILIES:
+        conformance.check_transform(component, options, family=family)

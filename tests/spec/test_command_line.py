@@ -130,7 +130,9 @@ def test_plugins_as_data(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plugins", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     by_name = {(each["role"], each["name"]): each for each in data["components"]}
-    assert by_name["engine", "native"]["hosts"] == ["attention", "decoder", "kv", "quantizer", "scheduler"]
+    assert by_name["engine", "native"]["hosts"] == [
+        "attention", "decoder", "kv", "quantizer", "scheduler", "transform",
+    ]  # fmt: skip
     assert by_name["attention", "sdpa"]["needs"] == ["view:dense|view:ragged"]
     assert set(data) == {"components", "errors"}
 

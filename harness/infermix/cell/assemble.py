@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from infermix.cell.gates import Baseline, Evidence, failed_gates, output_shares
-from infermix.cell.parts import planned_engine, planned_parts
+from infermix.cell.parts import planned_engine, planned_parts, planned_transforms
 from infermix.cell.roofline import roofline
 from infermix.measure import guards as guard
 from infermix.measure.clock import utc_stamp
@@ -46,6 +46,7 @@ def planned_record(plan: CellPlan, environment: dict[str, Any]) -> Record:
         model=_planned_model(plan),
         engine=planned_engine(plan),
         parts=planned_parts(plan),
+        transforms=planned_transforms(plan),
         environment=environment,
     )
     record.track = track_id(record)
@@ -89,7 +90,7 @@ def _add_setup(record: Record, answers: Answers) -> None:
         return
     record.phases_s.update(setup.phases_s)
     record.device, record.dtype, record.model = setup.device, setup.dtype, setup.model
-    record.engine, record.parts = setup.engine, setup.parts
+    record.engine, record.parts, record.transforms = setup.engine, setup.parts, setup.transforms
     record.self_check, record.environment = setup.self_check, setup.environment
     record.memory = dict(setup.memory)
     record.counters = {"warmup_repeats": float(setup.warmup_repeats), **_floats(setup.limits)}
@@ -135,7 +136,7 @@ def _nothing_succeeded(repeats: Sequence[Repeat]) -> str | None:
 
 
 def _evidence(record: Record, answers: Answers) -> Evidence:
-    chosen = [*record.parts.values(), *([record.engine] if record.engine else [])]
+    chosen = [*record.parts.values(), *record.transforms, *([record.engine] if record.engine else [])]
     return Evidence(
         lossless=all(part.lossless for part in chosen),
         dtype=record.dtype,
@@ -173,6 +174,7 @@ def _guards(record: Record, setup: SetupDone, limits: Mapping[str, float]) -> li
 def _executed_guard(record: Record) -> list[GuardResult]:
     """Yellow when an engine that hosts a role does not say what executed there."""
     silent = [role for role, part in record.parts.items() if not part.executed]
+    silent += [f"transform {part.name}" for part in record.transforms if not part.executed]
     if not silent:
         return []
     detail = f"the engine did not report what executed as {', '.join(silent)}"

@@ -23,6 +23,16 @@ def part_records(plan: CellPlan, report: EngineReport) -> dict[str, PartRecord]:
     return {role.value: _record(choice, report.executed.get(role.value, {})) for role, choice in plan.parts.items()}
 
 
+def transform_records(plan: CellPlan, report: EngineReport) -> list[PartRecord]:
+    """One entry per transform that was asked for, in order; `executed` stays empty for one that was not applied."""
+    applied = {entry["name"]: entry for entry in report.executed.get("transforms", [])}
+    return [_record(choice, applied.get(choice.component.name, {})) for choice in plan.transforms]
+
+
+def planned_transforms(plan: CellPlan) -> list[PartRecord]:
+    return [_record(choice, {}) for choice in plan.transforms]
+
+
 def planned_parts(plan: CellPlan) -> dict[str, PartRecord]:
     """The parts of a cell that did not get far enough to say what executed."""
     return {role.value: _record(choice, {}) for role, choice in plan.parts.items()}

@@ -1,4 +1,4 @@
-"""The engine that evaluators compare with: reference parts, unquantized weights, the cell's own dtype and device."""
+"""The engine that evaluators compare with: reference parts, plain weights, the cell's own dtype and device."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ def reference_cell(cell: Cell) -> Cell:
         cell.experiment,
         engine=Use(REFERENCE_ENGINE),
         parts={role: Use(name) for role, name in REFERENCE_PARTS.items()},
+        transforms=(),
         quality=(),
     )
     return msgspec.structs.replace(cell, name=f"{cell.name} (reference)", experiment=experiment)

@@ -10,7 +10,7 @@ import msgspec
 import psutil
 
 from infermix.cell.outputs import drop_ids, figures, first_outputs
-from infermix.cell.parts import engine_record, part_records
+from infermix.cell.parts import engine_record, part_records, transform_records
 from infermix.cell.phases import Phases, ReportProgress
 from infermix.cell.reference import reference_plan
 from infermix.cell.sizes import check_requests, longest_allowed, max_model_len, max_num_seqs
@@ -183,6 +183,7 @@ class CellSession:
             progress=self._phases.report,
             kv_memory_bytes=limits.kv_memory_bytes,
             base=self._base,
+            transforms=plan.transforms,
             **fraction,
         )
         engine: Engine = plan.engine.component.build(plan.engine.options, context)
@@ -229,13 +230,14 @@ class CellSession:
         assert plan.facts is not None
         assert plan.source is not None
         assert self._workload is not None
-        choices = [plan.engine, plan.workload, *plan.parts.values(), *plan.evaluators]
+        choices = [plan.engine, plan.workload, *plan.parts.values(), *plan.transforms, *plan.evaluators]
         return SetupDone(
             model={"label": plan.source.label, **msgspec.to_builtins(_model_summary(plan.facts))},
             device=plan.device,
             dtype=plan.dtype,
             engine=engine_record(plan, report),
             parts=part_records(plan, report),
+            transforms=transform_records(plan, report),
             limits=self._limits,
             warmup_repeats=len(rates),
             warmup_steady=is_steady(rates) if len(rates) > 1 else None,

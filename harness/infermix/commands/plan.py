@@ -58,6 +58,7 @@ def _data(plan: CellPlan) -> dict[str, Any]:
         "dtype": plan.dtype,
         "engine": plan.engine.component.name,
         "parts": {role.value: choice.component.name for role, choice in plan.parts.items()},
+        "transforms": [choice.component.name for choice in plan.transforms],
         "overrides": plan.cell.overrides,
         "time_limit_s": plan.time_limit_s,
         "max_model_len": plan.max_model_len,

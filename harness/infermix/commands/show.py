@@ -74,6 +74,8 @@ def _parts(record: Record) -> Iterator[list[str]]:
     chosen = {**({"engine": record.engine} if record.engine else {}), **record.parts}
     for role, part in chosen.items():
         yield [role, _asked(part), f"{part.distribution} {part.version}".strip(), _executed(part)]
+    for part in record.transforms:
+        yield ["transform", _asked(part), f"{part.distribution} {part.version}".strip(), _executed(part)]
 
 
 def _asked(part: PartRecord) -> str:

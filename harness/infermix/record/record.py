@@ -113,6 +113,7 @@ class Summary(msgspec.Struct, kw_only=True):
     model: dict[str, Any] = {}
     engine: PartRecord | None = None
     parts: dict[str, PartRecord] = {}
+    transforms: list[PartRecord] = []
     metrics: dict[str, Metric] = {}
     quality: dict[str, QualityRecord] = {}
     guards: list[GuardResult] = []

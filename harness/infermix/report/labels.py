@@ -10,15 +10,22 @@ import msgspec
 from infermix.record.record import PartRecord, Summary
 from infermix.roles.component import PART_ROLES, Role
 
+#: The column of model transforms; absent in a table in which no row has any.
+TRANSFORMS = "transforms"
 #: Columns that say what a row mixes, in order. `settings` holds swept values that are no part.
-MIX_COLUMNS = (*(role.value for role in PART_ROLES), Role.ENGINE.value, "dtype", "settings")
+MIX_COLUMNS = (*(role.value for role in PART_ROLES), TRANSFORMS, Role.ENGINE.value, "dtype", "settings")
 ABSENT = "-"
 
 
 def mixes(records: Sequence[Summary]) -> list[dict[str, str]]:
     """Per record: mix column -> label. A part's options appear where rows of the same part differ in them."""
     varying = _varying_options(records)
-    return [_mix(record, varying) for record in records]
+    found = [_mix(record, varying) for record in records]
+    if any(record.transforms for record in records):
+        for record, labels in zip(records, found, strict=True):
+            if record.parts and not record.transforms:
+                labels[TRANSFORMS] = "none"
+    return found
 
 
 def with_options(name: str, options: Mapping[str, Any]) -> str:
@@ -48,7 +55,8 @@ def _mix(record: Summary, varying: Mapping[tuple[str, str], frozenset[str]]) -> 
     labels = dict.fromkeys(MIX_COLUMNS, ABSENT)
     for role, part in _parts(record):
         keys = varying.get((role, part.name), frozenset())
-        labels[role] = with_options(part.name, {k: v for k, v in part.options.items() if k in keys})
+        label = with_options(part.name, {k: v for k, v in part.options.items() if k in keys})
+        labels[role] = label if labels[role] == ABSENT else f"{labels[role]} + {label}"
     labels["dtype"] = record.dtype or ABSENT
     labels["settings"] = _settings(record.overrides)
     return labels
@@ -56,6 +64,7 @@ def _mix(record: Summary, varying: Mapping[tuple[str, str], frozenset[str]]) -> 
 
 def _parts(record: Summary) -> Iterable[tuple[str, PartRecord]]:
     yield from ((role.value, record.parts[role.value]) for role in PART_ROLES if role.value in record.parts)
+    yield from ((TRANSFORMS, part) for part in record.transforms)
     if record.engine is not None:
         yield Role.ENGINE.value, record.engine
 
@@ -85,7 +94,7 @@ def _settings(overrides: Mapping[str, Any]) -> str:
     shown = {
         path: value
         for path, value in overrides.items()
-        if path.partition(".")[0] not in ("parts", "engine", "dtype", "name")
+        if path.partition(".")[0] not in ("parts", TRANSFORMS, "engine", "dtype", "name")
     }
     return ", ".join(f"{path}={_short(value)}" for path, value in sorted(shown.items())) or ABSENT
 

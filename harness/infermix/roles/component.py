@@ -14,13 +14,14 @@ if TYPE_CHECKING:
 
 
 class Role(enum.StrEnum):
-    """The five parts of an inference stack, and the three roles around it."""
+    """The five parts of an inference stack, transforms of the model, and the three roles around it."""
 
     ATTENTION = "attention"
     KV = "kv"
     QUANTIZER = "quantizer"
     DECODER = "decoder"
     SCHEDULER = "scheduler"
+    TRANSFORM = "transform"
     ENGINE = "engine"
     WORKLOAD = "workload"
     EVALUATOR = "evaluator"
@@ -55,9 +56,9 @@ class Component:
     comes back is fixed per role in `infermix.hookspecs`. `needs` and `provides` are pure functions of
     (options, model facts, machine facts) and return feature names such as `kv:truncate`; a need `a|b` is met by
     either, a provided `head_dim:*` meets every `head_dim:` need. `adapters` (same signature, returning a mapping
-    feature -> adapter name) lists features that the component offers only through a declared adapter. `weight_bits` is a
-    quantizer's effective bits per quantized weight, scales included, for the memory prediction. `hosts` are the roles
-    that an engine takes from `parts:`.
+    feature -> adapter name) lists features that the component offers only through a declared adapter. `weight_bits`
+    is a quantizer's effective bits per quantized weight, scales included, for the memory prediction. `hosts` are the
+    roles that an engine takes from `parts:`, and `Role.TRANSFORM` when it applies `transforms:`.
     """
 
     name: str
@@ -97,9 +98,7 @@ class Registered:
 
 def meets(need: str, provided: Features) -> bool:
     """Whether `provided` satisfies `need` (alternatives with `|`, wildcards `prefix:*` on the providing side)."""
-    return any(
-        option in provided or f"{option.rpartition(':')[0]}:*" in provided for option in need.split("|")
-    )
+    return any(option in provided or f"{option.rpartition(':')[0]}:*" in provided for option in need.split("|"))
 
 
 @dataclass(frozen=True)

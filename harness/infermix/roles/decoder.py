@@ -60,6 +60,11 @@ class Sampler(Protocol):
 
 
 class Decoder(Protocol):
+    """May say `query_lens: tuple[int, ...]`, the uniform query lengths of its steps that are worth a captured graph.
+
+    Without it, `(1,)`: one token per sequence. A verification row of n drafts has query length n + 1.
+    """
+
     def launch(self, plan: Plan, runner: Runner, sampler: Sampler) -> Any:
         """Queue the device work of a step without waiting for it; returns a ticket."""
         ...

@@ -20,7 +20,8 @@ class EngineContext:
 
     `parts` are the chosen components per hosted role, `clock_ns` the one
     clock, `progress(phase, fraction)` reports set-up, `max_model_len` and `max_num_seqs` bound what the workload and
-    the evaluators will ask for, `base` is the folder that relative paths start from.
+    the evaluators will ask for, `base` is the folder that relative paths start from, `transforms` are those that the
+    experiment asks for, in order (empty for an engine that does not host `Role.TRANSFORM`).
     """
 
     source: ResolvedSource
@@ -36,13 +37,17 @@ class EngineContext:
     kv_memory_bytes: int | None = None
     kv_memory_fraction: float = 0.9
     base: Path | None = None
+    transforms: tuple[Choice, ...] = ()
 
 
 @dataclass(kw_only=True)
 class EngineReport:
-    """What really ran, for the record. `executed` maps role -> implementation facts (class, kernel, via, dtype)."""
+    """What really ran, for the record. `executed` maps role -> implementation facts (class, kernel, via, dtype).
 
-    executed: dict[str, dict[str, Any]] = field(default_factory=dict)
+    Under `transforms` it holds a list with one entry (`name`, facts) per applied transform.
+    """
+
+    executed: dict[str, Any] = field(default_factory=dict)
     setup_s: dict[str, float] = field(default_factory=dict)
     weight_bytes: int | None = None
     kv_bytes: int | None = None

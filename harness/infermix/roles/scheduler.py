@@ -12,10 +12,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Scheduled:
-    """A sequence and how many new tokens it gets in this step."""
+    """A sequence and how many new tokens it gets in this step.
+
+    `draft_ids` are tokens that a decoder proposes behind those that the sequence knows or has in flight; they count
+    in `num_new_tokens` (1 + drafts for a verification row). Schedulers leave them empty.
+    """
 
     sequence: Sequence
     num_new_tokens: int
+    draft_ids: tuple[int, ...] = ()
+
+    @property
+    def num_own_tokens(self) -> int:
+        """New tokens without the drafts: known ones, then at most one in flight."""
+        return self.num_new_tokens - len(self.draft_ids)
 
 
 @dataclass(slots=True)

@@ -84,6 +84,7 @@ def _experiment(row: Row, settings: Settings) -> Experiment:
         dtype=row.get("dtype", "auto"),
         engine=_use(row["engine"]) if "engine" in row else Use(DEFAULT_ENGINE),
         parts={role: _use(part) for role, part in row.get("parts", {}).items()},
+        transforms=tuple(_use(item) for item in row.get("transforms", ())),
         measure=msgspec.convert(row.get("measure", {}), Measure),
         limits=msgspec.convert(row.get("limits", {}), Limits),
         quality=tuple(_use(item) for item in row.get("quality", ())),

@@ -34,13 +34,16 @@ class Digests:
         for key in ("name", "base", "baseline"):
             del data[key]
         del data["limits"]["max_cells"]
+        if not data["transforms"]:
+            del data["transforms"]  # records from before there were any stay valid
         data["parts"] = {**_DEFAULT_PARTS, **data["parts"]}
         data["files"] = dict(self._files(experiment))
         data["version"] = EXPERIMENT_VERSION
         return hashlib.sha256(msgspec.json.encode(data, order="deterministic")).hexdigest()
 
     def _files(self, experiment: Experiment) -> Iterator[tuple[str, str]]:
-        uses: list[Use] = [experiment.workload, experiment.engine, *experiment.parts.values(), *experiment.quality]
+        uses: list[Use] = [experiment.workload, experiment.engine, *experiment.parts.values()]
+        uses += [*experiment.transforms, *experiment.quality]
         for text in {text for use in uses for text in _texts(use.options)}:
             content = self._remember(text, whole=True) if "/" in text or "." in text else None
             if content:

@@ -77,9 +77,10 @@ class Experiment(msgspec.Struct, frozen=True, kw_only=True):
     """One resolved experiment: a single cell once `sweep` is empty.
 
     `parts` holds the roles that the experiment names; `compose` adds `DEFAULT_PARTS` for those that the engine hosts
-    and nobody named. `dtype` `auto`: the checkpoint's, except that GGUF weights become float32 on the CPU and
-    bfloat16 on CUDA, as float32 checkpoints do there. `baseline` is a partial assignment
-    (dotted path -> value) that picks the row which others are divided by. `base` is the folder of the YAML file.
+    and nobody named. `transforms` change the loaded model, in this order. `dtype` `auto`: the checkpoint's, except
+    that GGUF weights become float32 on the CPU and bfloat16 on CUDA, as float32 checkpoints do there. `baseline` is a
+    partial assignment (dotted path -> value) that picks the row which others are divided by. `base` is the folder of
+    the YAML file.
     """
 
     name: str
@@ -89,6 +90,7 @@ class Experiment(msgspec.Struct, frozen=True, kw_only=True):
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     engine: Use = Use(DEFAULT_ENGINE)
     parts: dict[str, Use] = {}
+    transforms: tuple[Use, ...] = ()
     measure: Measure = Measure()
     limits: Limits = Limits()
     quality: tuple[Use, ...] = ()

@@ -18,7 +18,7 @@ STRUCTS: Mapping[str, type[msgspec.Struct]] = {"model": ModelSource, "measure": 
 SCALARS = ("device", "dtype", "seed")
 ROLES = tuple(role.value for role in PART_ROLES)
 #: Sections whose value a sweep may vary.
-SWEEPABLE = ("model", "workload", "engine", "parts", "measure", "limits", "quality", *SCALARS)
+SWEEPABLE = ("model", "workload", "engine", "parts", "transforms", "measure", "limits", "quality", *SCALARS)
 TOP_LEVEL = ("extends", "name", *SWEEPABLE, "sweep", "baseline")
 #: Keys that later versions will use; refused by name so that nobody believes that they work.
 RESERVED = ("adapters", "parallel")
@@ -40,6 +40,7 @@ DEFAULTS: Mapping[str, Any] = {
     "dtype": "auto",
     "seed": 0,
     "quality": [],
+    "transforms": [],
     "engine": {"use": DEFAULT_ENGINE},
     "parts": {role: {"use": name} for role, name in DEFAULT_PARTS.items()},
     "measure": msgspec.to_builtins(Measure()),
@@ -85,7 +86,7 @@ def normalise(path: KeyPath, node: Node) -> Node:
         return _as_mapping(node, "use")
     if path == ("model",):
         return _as_mapping(node, "source")
-    if path == ("quality",) and isinstance(node.value, list):
+    if path in (("quality",), ("transforms",)) and isinstance(node.value, list):
         return Node([_as_mapping(item, "use") for item in node.value], node.place)
     if path == ("parts",) and isinstance(node.value, dict):
         parts = {key: normalise(("parts", key), child) for key, child in node.value.items()}
@@ -103,7 +104,9 @@ def check(path: KeyPath, node: Node, at: KeyPath, report: Report) -> None:
     if is_use(path):
         check_use(value, at, report, named=path != ("workload",))
     elif head == "quality":
-        _check_quality(value, at, report)
+        _check_list(value, "evaluators", at, report)
+    elif head == "transforms":
+        _check_transforms(value, at, report)
     elif path == ("parts",):
         _check_parts(node, at, report)
     elif head in STRUCTS:
@@ -143,9 +146,17 @@ def _check_parts(node: Node, at: KeyPath, report: Report) -> None:
             report.add((*at, role), "unknown role", nearest(role, ROLES), key=True)
 
 
-def _check_quality(value: Any, at: KeyPath, report: Report) -> None:
+def _check_transforms(value: Any, at: KeyPath, report: Report) -> None:
+    _check_list(value, "transforms", at, report, hint="write [NAME, ...]")
+    names = [item.get("use") for item in value if isinstance(item, dict)] if isinstance(value, list) else []
+    for index, name in enumerate(names):
+        if name is not None and name in names[:index]:
+            report.add((*at, index), f"{name!r} is listed twice", "a transform is applied once")
+
+
+def _check_list(value: Any, what: str, at: KeyPath, report: Report, hint: str | None = None) -> None:
     if not isinstance(value, list):
-        report.add(at, f"expected a list of evaluators, got {shown(value)}")
+        report.add(at, f"expected a list of {what}, got {shown(value)}", hint)
         return
     for index, item in enumerate(value):
         check_use(item, (*at, index), report)

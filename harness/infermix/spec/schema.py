@@ -115,6 +115,11 @@ def _properties() -> Schema:
             "properties": {role.value: _ref(f"{role.value}_use") for role in PART_ROLES},
             "additionalProperties": False,
         },
+        "transforms": {
+            "type": "array",
+            "items": _ref("transform_use"),
+            "description": "changes of the loaded model, applied in this order",
+        },
         "measure": _ref("Measure"),
         "limits": _ref("Limits"),
         "quality": {"type": "array", "items": _ref("evaluator_use")},
@@ -146,7 +151,7 @@ def _sweep_definitions(properties: Schema) -> Schema:
 
 def _paths(properties: Schema) -> Schema:
     """Every dotted path that a sweep may vary, with the schema of its value."""
-    sections = ("model", "workload", "engine", "parts", "measure", "limits", "quality", *SCALARS)
+    sections = ("model", "workload", "engine", "parts", "transforms", "measure", "limits", "quality", *SCALARS)
     paths = {name: properties[name] for name in sections}
     paths.update({f"parts.{role}": _ref(f"{role}_use") for role in ROLES})
     for section, kind in STRUCTS.items():

@@ -11,14 +11,17 @@ from infermix.toolkit.conformance.decoder import check_decoder
 from infermix.toolkit.conformance.kv import check_kv_layout
 from infermix.toolkit.conformance.quantizer import check_quantizer
 from infermix.toolkit.conformance.scheduler import check_scheduler, run_to_end
+from infermix.toolkit.conformance.transform import TRANSFORM_FAMILIES, check_transform
 
 __all__ = [
+    "TRANSFORM_FAMILIES",
     "check_attention",
     "check_component",
     "check_decoder",
     "check_kv_layout",
     "check_quantizer",
     "check_scheduler",
+    "check_transform",
     "example_machine",
     "example_model",
     "not_here",
