@@ -1,4 +1,4 @@
-"""Builds a native engine from the chosen parts: load, quantize, size the KV, check, warm up, capture."""
+"""Builds a native engine from the chosen parts: load, transform, quantize, size the KV, check, warm up, capture."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ from infermix.engine.lanes import Lanes
 from infermix.engine.loader import LoadedModel, load_model, load_tokenizer
 from infermix.engine.native import NativeEngine
 from infermix.engine.runner import ModelRunner
-from infermix.engine.self_check import self_check
+from infermix.engine.self_check import Reference, collect_reference, self_check
+from infermix.engine.transforms import Transforms
+from infermix.engine.warm import warm_up
 from infermix.errors import OutOfMemory
 from infermix.roles.component import Choice, Role
 from infermix.roles.engine import EngineContext, EngineReport
 from infermix.roles.kv_space import KVBudget, KVShape
 from infermix.roles.quantizer import QuantizationReport, QuantizerContext
+from infermix.roles.transform import TransformContext
 from infermix.toolkit.sampling import TokenSampler
 
 if TYPE_CHECKING:
@@ -41,6 +44,15 @@ class Assembly:
         self.dtype = getattr(torch, context.dtype)
         self.report = EngineReport()
         self.max_num_seqs = options.max_num_seqs or context.max_num_seqs
+        self.transforms = Transforms(context.transforms, self._transform_context())
+        self.reference: Reference | None = None
+
+    def _transform_context(self) -> TransformContext:
+        context = self.context
+        return TransformContext(
+            device=str(self.device), dtype=context.dtype, seed=context.seed, facts=context.facts,
+            max_num_seqs=self.max_num_seqs, progress=context.progress,
+        )  # fmt: skip
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -64,18 +76,14 @@ def assemble(options: NativeOptions, context: EngineContext) -> NativeEngine:
     build = Assembly(options, context)
     with build.phase("load"):
         loaded, tokenizer = _load(build)
-    with build.phase("quantize"):
-        _quantize(build, loaded)
-    if options.linears == "packed":
-        with build.phase("pack_linears"):
-            _pack_linears(build, loaded)
-    joint = Joint(loaded.model, kv_groups(context.facts))
+    joint = _change_model(build, loaded)
     attention, layout = build.part(Role.ATTENTION), build.part(Role.KV)
+    decoder = build.part(Role.DECODER)
     with build.phase("allocate"):
         shape = _size_kv(build, layout, joint)
         space, store = layout.space(shape), layout.store(shape, build.device, build.dtype)
     if options.self_check:
-        with build.phase("self_check"):
+        with build.phase("self_check"), torch.inference_mode():
             build.report.self_check = self_check(
                 loaded.model,
                 joint,
@@ -83,20 +91,69 @@ def assemble(options: NativeOptions, context: EngineContext) -> NativeEngine:
                 layout,
                 device=build.device,
                 dtype=build.dtype,
-                seed=context.seed,
+                reference=build.reference,
             )
     joint.attach(attention, store)
     sampler = TokenSampler(build.max_num_seqs, context.facts.vocab_size, build.device, loaded.eos_token_ids)
     runner = ModelRunner(joint, space, shape, sampler.next_ids, context.facts.vocab_size)
+    if build.transforms or build.device.type == "cuda":
+        with build.phase("warm"), torch.inference_mode():
+            warm_up(joint, space, shape)
     with build.phase("capture"):
-        runner.graphs = _capture(build, joint, shape, space.recompute, sampler)
-    scheduler, decoder = build.part(Role.SCHEDULER, build.max_num_seqs), build.part(Role.DECODER)
+        runner.graphs = _capture(build, joint, shape, space.recompute, sampler, _query_lens(decoder))
+    scheduler = build.part(Role.SCHEDULER, build.max_num_seqs)
     _report_parts(build, attention, layout, store, scheduler, decoder, shape)
     return NativeEngine(
         context=context, report=build.report, tokenizer=tokenizer, eos_token_ids=loaded.eos_token_ids, joint=joint,
         runner=runner, sampler=sampler, space=space, store=store, shape=shape, scheduler=scheduler, decoder=decoder,
-        lanes=Lanes(build.max_num_seqs),
+        lanes=Lanes(build.max_num_seqs), lag=_lag(build),
     )  # fmt: skip
+
+
+def _lag(build: Assembly) -> int:
+    overlap = build.options.overlap
+    return int(overlap == "on" or (overlap == "auto" and build.device.type == "cuda"))
+
+
+def _query_lens(decoder: Any) -> tuple[int, ...]:
+    """Query lengths that the decoder launches uniformly; one token per sequence unless it says otherwise."""
+    return tuple(getattr(decoder, "query_lens", (1,)))
+
+
+def _change_model(build: Assembly, loaded: LoadedModel) -> Joint:
+    """Transforms and quantizer in their order; returns the joint over what they leave.
+
+    The reference of the self-check is collected before anything that must not change the logits: before everything
+    when the quantizer is lossless, otherwise between the quantizer and what follows it.
+    """
+    choice, model = build.context.parts[Role.QUANTIZER], loaded.model
+    lossless = choice.component.lossless(choice.options)
+    if lossless:
+        _collect_reference(build, model, "the model as loaded")
+    build.transforms.apply("before_quantizer", model, build.phase)
+    with build.phase("quantize"):
+        _quantize(build, loaded)
+    if not lossless:
+        _collect_reference(build, model, "the quantized model")
+    build.report.weight_bytes = 0
+    if build.options.linears == "packed":
+        with build.phase("pack_linears"):
+            _pack_linears(build, loaded)
+    build.transforms.apply("after_quantizer", model, build.phase)
+    if build.transforms:
+        build.report.executed["transforms"] = build.transforms.executed
+    build.report.weight_bytes += _weight_bytes(model)
+    with build.phase("joint"), torch.inference_mode():
+        return Joint(model, kv_groups(build.context.facts))
+
+
+def _collect_reference(build: Assembly, model: torch.nn.Module, of: str) -> None:
+    if not build.options.self_check:
+        return
+    with build.phase("reference"):
+        joint = Joint(model, kv_groups(build.context.facts))
+        joint.detach()
+        build.reference = collect_reference(model, joint, seed=build.context.seed, of=of)
 
 
 def _load(build: Assembly) -> tuple[LoadedModel, Any]:
@@ -127,7 +184,6 @@ def _quantize(build: Assembly, loaded: LoadedModel) -> None:
         kernels=_count_values(report.kernels),
         skipped=len(report.skipped),
     )
-    build.report.weight_bytes = _weight_bytes(loaded.model)
 
 
 def _pack_linears(build: Assembly, loaded: LoadedModel) -> None:
@@ -135,7 +191,7 @@ def _pack_linears(build: Assembly, loaded: LoadedModel) -> None:
 
     packed = pack_linears(loaded.model)
     build.report.executed["engine"] = {"packed_linears": packed}
-    build.report.weight_bytes = _weight_bytes(loaded.model) + packed["packed_bytes"]
+    build.report.weight_bytes = packed["packed_bytes"]
 
 
 def _size_kv(build: Assembly, layout: KVLayout, joint: Joint) -> KVShape:
@@ -164,13 +220,18 @@ def _kv_bytes(build: Assembly) -> int | None:
 
 
 def _capture(
-    build: Assembly, joint: Joint, shape: KVShape, recompute: bool, sampler: TokenSampler
+    build: Assembly,
+    joint: Joint,
+    shape: KVShape,
+    recompute: bool,
+    sampler: TokenSampler,
+    query_lens: tuple[int, ...],
 ) -> StepGraphs | None:
     refusal = _why_not_captured(build, recompute)
     if refusal:
         build.report.graphs = {"captured": 0, "reason": refusal}
         return None
-    graphs = StepGraphs(joint, shape, sampler.next_ids, build.max_num_seqs)
+    graphs = StepGraphs(joint, shape, sampler.next_ids, build.max_num_seqs, query_lens)
     with torch.inference_mode():
         for done in graphs.capture_all():
             build.context.progress("capture", done)
@@ -190,10 +251,10 @@ def _why_not_captured(build: Assembly, recompute: bool) -> str | None:
         return "switched off by the experiment"
     if recompute:
         return "the KV layout recomputes everything: no two steps have the same shape"
-    for role, choice in build.context.parts.items():
+    for choice in (*build.context.parts.values(), *build.context.transforms):
         provided = choice.component.provides(choice.options, build.context.facts, build.context.machine)
         if "graph:no" in provided:
-            return f"{role.value} {choice.component.name!r} cannot be captured (graph:no)"
+            return f"{choice.component.role.value} {choice.component.name!r} cannot be captured (graph:no)"
     return None
 
 

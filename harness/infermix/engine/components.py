@@ -9,19 +9,24 @@ from msgspec import Meta
 from infermix.roles.component import PART_ROLES, Component, Options, Role
 
 
-class NativeOptions(Options):
+class NativeOptions(Options, frozen=True):
     """How the native engine drives the model."""
 
     graphs: Annotated[
         Literal["auto", "off"],
-        Meta(
-            description="replay decode steps from CUDA graphs: auto on a GPU when every part can be captured"
-        ),
+        Meta(description="replay decode steps from CUDA graphs: auto on a GPU when every part can be captured"),
     ] = "auto"
     self_check: Annotated[
         bool,
         Meta(description="compare packed logits with the model's own full forward before anything is timed"),
     ] = True
+    overlap: Annotated[
+        Literal["auto", "on", "off"],
+        Meta(
+            description="read the tokens of a step while the next one runs, so that host work overlaps device work: "
+            "auto on a GPU"
+        ),
+    ] = "auto"
     linears: Annotated[
         Literal["torch", "packed"],
         Meta(description="CPU products: torch's, or weights packed once for oneDNN (private torch API)"),
@@ -49,6 +54,6 @@ COMPONENTS = (
         build=_build,
         options=NativeOptions,
         provides=lambda options, model, machine: frozenset({"engine:score", "engine:parts"}),
-        hosts=frozenset(PART_ROLES),
+        hosts=frozenset((*PART_ROLES, Role.TRANSFORM)),
     ),
 )

@@ -1,8 +1,9 @@
 """Steps of uniform query length replayed from CUDA graphs.
 
-A graph is keyed by (batch, query length, context bucket). All metadata of a step lives in one pinned host buffer and
-one device buffer, both carved into the tensors of a `Batch`; a step costs one copy and one replay. Padded rows belong
-to the sink lane, have context length 0 and write to the sink block.
+A graph is keyed by (batch, query length, context bucket): decode has query length 1, verification 1 + drafts. All
+metadata of a step lives in one pinned host buffer and one device buffer, both carved into the tensors of a `Batch`; a
+step costs one copy and one replay. Padded rows belong to the sink lane, have context length 0 and write to the sink
+block.
 """
 
 from __future__ import annotations
@@ -83,17 +84,16 @@ def _layout(batch: int, query_len: int, tables: int, width: int) -> list[_Field]
 class StepBuffers:
     """Host stages and device tensors of one (batch, query length): filled in place, copied in one piece."""
 
-    def __init__(
-        self, batch: int, query_len: int, shape: KVShape, sink_lane: int, device: torch.device
-    ) -> None:
+    def __init__(self, batch: int, query_len: int, shape: KVShape, sink_lane: int, device: torch.device) -> None:
         tables = max(shape.group_tables, default=0) + 1
         self.batch, self.query_len, self.shape, self._sink_lane = batch, query_len, shape, sink_lane
         fields = _layout(batch, query_len, tables, shape.blocks_per_seq)
         total = fields[-1].offset + fields[-1].num_bytes
-        self._stages = [torch.empty(total, dtype=torch.uint8, pin_memory=True) for _ in range(_STAGES)]
+        pinned = device.type == "cuda"
+        self._stages = [torch.empty(total, dtype=torch.uint8, pin_memory=pinned) for _ in range(_STAGES)]
+        self._copied = [torch.cuda.Event() for _ in range(_STAGES)] if pinned else []
         self._host = [
-            {f.name: np.ndarray(f.shape, f.dtype, stage.numpy(), f.offset) for f in fields}
-            for stage in self._stages
+            {f.name: np.ndarray(f.shape, f.dtype, stage.numpy(), f.offset) for f in fields} for stage in self._stages
         ]
         self._device_bytes = torch.empty(total, dtype=torch.uint8, device=device)
         self.device = {f.name: self._device_view(f) for f in fields}
@@ -118,21 +118,25 @@ class StepBuffers:
     def fill(self, rows: Sequence[Scheduled | None], space: KVSpace) -> None:
         """Write a step (one entry or hole per row) to the next stage and queue its copy to the device."""
         self._turn = (self._turn + 1) % _STAGES
+        if self._copied:
+            self._copied[self._turn].synchronize()  # done long ago unless a decoder launches many steps unread
         host = self._host[self._turn]
         self._pad(host, 0 if None in rows else len(rows))
         for index, entry in enumerate(rows):
             if entry is not None:
                 self._fill_row(host, index, entry, space)
         self._device_bytes.copy_(self._stages[self._turn], non_blocking=True)
+        if self._copied:
+            self._copied[self._turn].record()
 
     def _fill_row(self, host: dict[str, np.ndarray], index: int, entry: Scheduled, space: KVSpace) -> None:
         seq, count = entry.sequence, entry.num_new_tokens
         start, block_size = seq.num_computed, self.shape.block_size
         first = index * count
-        known = seq.tokens[start : start + count]
-        for offset in range(count):
-            host["host_ids"][first + offset] = known[offset] if offset < len(known) else -1
-            host["positions"][first + offset] = start + offset
+        known = seq.tokens[start : start + entry.num_own_tokens]
+        in_flight = entry.num_own_tokens - len(known)
+        host["host_ids"][first : first + count] = [*known, *[-1] * in_flight, *entry.draft_ids]
+        host["positions"][first : first + count] = range(start, start + count)
         host["lanes"][index] = seq.lane
         host["context_lens"][index] = start + count
         for number in range(host["tables"].shape[0]):
@@ -168,12 +172,16 @@ class StepBuffers:
 
 @dataclass(slots=True)
 class CapturedStep:
-    """A graph and every tensor that it reads or writes by address: `batch` must live as long as the graph."""
+    """A graph and every tensor that it reads or writes by address: `batch` must live as long as the graph.
+
+    `logits [batch * query_len, V]` and `token_lanes [batch * query_len]` hold the last replay's results.
+    """
 
     graph: torch.cuda.CUDAGraph
     buffers: StepBuffers
     batch: Batch
     logits: Tensor
+    token_lanes: Tensor
 
 
 class StepGraphs:
@@ -230,12 +238,13 @@ class StepGraphs:
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            logits = self._step(buffers, batch)
+            logits, lanes = self._step(buffers, batch)
         self._pool = self._pool or graph.pool()
-        return CapturedStep(graph, buffers, batch, logits)
+        return CapturedStep(graph, buffers, batch, logits, lanes)
 
-    def _step(self, buffers: StepBuffers, batch: Batch) -> Tensor:
+    def _step(self, buffers: StepBuffers, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Logits of every token of the step, and the lane of each; a token in flight comes from the device."""
         host_ids = buffers.device["host_ids"]
-        sampled = self._next_ids[buffers.device["lanes"]].repeat_interleave(buffers.query_len)
-        batch.input_ids.copy_(torch.where(host_ids < 0, sampled, host_ids))
-        return self._joint.forward(batch)
+        lanes = buffers.device["lanes"][:, None].expand(-1, buffers.query_len).reshape(-1)
+        batch.input_ids.copy_(torch.where(host_ids < 0, self._next_ids[lanes], host_ids))
+        return self._joint.forward(batch), lanes

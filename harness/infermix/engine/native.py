@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from infermix.engine.scoring import Scorer
+from infermix.engine.warm import num_compiles
 from infermix.errors import InfermixError, UserError
 from infermix.roles.request import FinishReason, Request, Sequence, TokenEvent
 from infermix.toolkit.sampling import stop_tokens
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class NativeEngine:
-    """Drives the five parts. On a GPU the host reads a step's tokens while the next one runs (`lag` 1)."""
+    """Drives the five parts. With `lag` 1 the host reads a step's tokens while the next one runs, with 0 at once."""
 
     def __init__(
         self,
@@ -44,6 +45,7 @@ class NativeEngine:
         scheduler: Scheduler,
         decoder: Decoder,
         lanes: Lanes,
+        lag: int = 0,
     ) -> None:
         self.tokenizer = tokenizer
         self._context, self._report = context, report
@@ -51,7 +53,7 @@ class NativeEngine:
         self._joint, self._runner, self._sampler = joint, runner, sampler
         self._space, self._store, self._shape = space, store, shape
         self._scheduler, self._decoder, self._lanes = scheduler, decoder, lanes
-        self._lag = 1 if context.machine.device == "cuda" else 0
+        self._lag = lag
         self._pending: deque[Any] = deque()
         self._live: dict[int, Sequence] = {}
         self._next_id = 0
@@ -96,6 +98,7 @@ class NativeEngine:
             "eager_steps": float(self._runner.num_eager_steps),
             "graph_steps": float(self._runner.num_graph_steps),
             "graph_captures": float(len(self._runner.graphs.keys) if self._runner.graphs else 0),
+            "compiles": float(num_compiles()),
         }
         return self._report
 
@@ -144,9 +147,7 @@ class NativeEngine:
                 f"{self._shape.capacity_tokens} in all",
                 hint="give the KV more memory",
             )
-        out_of_range = [
-            token for token in request.prompt_ids if not 0 <= token < self._context.facts.vocab_size
-        ]
+        out_of_range = [token for token in request.prompt_ids if not 0 <= token < self._context.facts.vocab_size]
         if out_of_range:
             raise UserError(
                 f"request {request.request_id!r} has token id {out_of_range[0]}, "

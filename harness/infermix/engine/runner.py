@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from infermix.engine.graphs import CapturedStep, StepGraphs
     from infermix.roles.batch import Batch
     from infermix.roles.kv_space import KVShape, KVSpace
+    from infermix.roles.request import Sequence as SequenceState
     from infermix.roles.scheduler import Plan, Scheduled
 
 
@@ -63,19 +64,11 @@ class ModelRunner:
         assert not want.hidden_layers, "hidden states do not come out of captured steps"
         step.buffers.fill(rows, self._space)
         step.graph.replay()
-        kept, sequences, lanes = [], [], []
-        for row, entry in enumerate(rows):
-            if entry is not None:
-                wanted = _wanted_offsets(entry, want)
-                kept += [row * step.buffers.query_len + offset for offset in wanted]
-                sequences += [entry.sequence] * len(wanted)
-                lanes += [entry.sequence.lane] * len(wanted)
+        kept, sequences = _kept_rows(rows, step.buffers.query_len, want)
         if kept == list(range(len(kept))):
-            row_lanes = step.buffers.device["lanes"]
-            if step.buffers.query_len == 1:
-                return Forward(step.logits[: len(kept)], sequences, row_lanes[: len(kept)])
+            return Forward(step.logits[: len(kept)], sequences, step.token_lanes[: len(kept)])
         index = _to_device(kept, step.logits.device)
-        return Forward(step.logits.index_select(0, index), sequences, _to_device(lanes, step.logits.device))
+        return Forward(step.logits.index_select(0, index), sequences, step.token_lanes.index_select(0, index))
 
     def _eager(self, entries: Sequence[Scheduled], want: Want) -> Forward:
         device = self._next_ids.device
@@ -95,19 +88,19 @@ class ModelRunner:
         seq = entry.sequence
         stop = seq.num_computed + entry.num_new_tokens
         start = self._start(entry)
-        known = seq.tokens[start:stop]
-        padding = [0] * (stop - start - len(known))
-        return PackEntry(seq.seq_id, known + padding, start)
+        known = seq.tokens[start : stop - len(entry.draft_ids)]
+        padding = [0] * (stop - start - len(known) - len(entry.draft_ids))
+        return PackEntry(seq.seq_id, [*known, *padding, *entry.draft_ids], start)
 
     def _feed_sampled(self, batch: Batch, entries: Sequence[Scheduled]) -> None:
-        """Tokens still in flight are read from the device table; each is the last token of its sequence."""
+        """Tokens still in flight are read from the device table; each is the last of its sequence before drafts."""
         targets, lanes, end = [], [], 0
         for entry in entries:
             seq = entry.sequence
             stop = seq.num_computed + entry.num_new_tokens
             end += stop - self._start(entry)
-            if stop > len(seq.tokens):
-                targets.append(end - 1)
+            if stop - len(entry.draft_ids) > len(seq.tokens):
+                targets.append(end - 1 - len(entry.draft_ids))
                 lanes.append(seq.lane)
         if targets:
             device = self._next_ids.device
@@ -126,12 +119,24 @@ class ModelRunner:
         return rows, sequences
 
 
+def _kept_rows(rows: Sequence[Scheduled | None], query_len: int, want: Want) -> tuple[list[int], list[SequenceState]]:
+    """Rows of a captured step's logits that are wanted, and whose they are."""
+    kept: list[int] = []
+    sequences: list[SequenceState] = []
+    for row, entry in enumerate(rows):
+        if entry is not None:
+            wanted = _wanted_offsets(entry, want)
+            kept += [row * query_len + offset for offset in wanted]
+            sequences += [entry.sequence] * len(wanted)
+    return kept, sequences
+
+
 def _wanted_offsets(entry: Scheduled, want: Want) -> Sequence[int]:
     """Which of an entry's new tokens get a logits row."""
     if want.all_logits:
         return range(entry.num_new_tokens)
     last = entry.num_new_tokens - 1
-    return (last,) if entry.num_new_tokens == entry.sequence.num_uncomputed else ()
+    return (last,) if entry.num_own_tokens == entry.sequence.num_uncomputed else ()
 
 
 def _to_device(values: Sequence[int], device: torch.device) -> Tensor:
