@@ -127,8 +127,9 @@ class Joint:
 
     @property
     def has_sdpa(self) -> bool:
-        """Whether transformers itself can run this model with SDPA."""
-        return bool(getattr(self.model, "_supports_sdpa", False))
+        """Whether transformers' own SDPA computes the same model; older releases let it drop softcap silently."""
+        plain = all(layer.softcap is None and layer.sinks is None for layer in self.layers.values())
+        return plain and bool(getattr(self.model, "_supports_sdpa", False))
 
     def reference(self, input_ids: Tensor, num_rows: int, implementation: str = "eager") -> Tensor:
         """Last `num_rows` logits of transformers' own full forward over one sequence `[T]`; detached only."""
