@@ -17,7 +17,7 @@ from infermix.record.track import track_title
 from infermix.report.cells import Pair, Sides, load_side, match
 from infermix.report.compare import Difference, compare, known_metrics
 from infermix.report.limits import FailIf, parse_fail_if
-from infermix.report.terminal import difference_table
+from infermix.report.terminal import difference_table, terminal_console
 
 HELP = "differences between two records or groups of records, with their noise"
 FINE, FIRED, BAD_INPUT, NOT_COMPARABLE = 0, 1, 2, 3
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    console, stderr = Console(), Console(stderr=True)
+    console, stderr = terminal_console(), Console(stderr=True)
     try:
         rules = [parse_fail_if(text) for text in args.fail_if]
         sides = _load(args.a, args.b, stderr)

@@ -157,9 +157,9 @@ def _value(text: str) -> Any:
 
 
 def _show(result: Estimate, machine: MachineFacts) -> None:
-    from rich.console import Console
+    from infermix.report.terminal import terminal_console
 
-    console = Console()
+    console = terminal_console()
     _show_model(console, result)
     for phase in result.phases:
         console.print(_phase_table(result, phase))

@@ -11,7 +11,7 @@ from rich.text import Text
 from infermix.record.store import scan_records
 from infermix.report.board import Board, Table, build_board
 from infermix.report.leaderboard import write_board
-from infermix.report.terminal import leaderboard_table
+from infermix.report.terminal import leaderboard_table, reasons, terminal_console
 
 HELP = "publish tables (Markdown, CSV, JSON, HTML) from records"
 
@@ -26,7 +26,7 @@ def execute(args: argparse.Namespace) -> int:
     """Exit code 0 also when some files were skipped; each is named."""
     scan = scan_records(args.directory)
     board = build_board(scan.records, scan.publishable_warnings)
-    console = Console()
+    console = terminal_console()
     for warning in scan.warnings:
         Console(stderr=True).print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
     for table in board.tables:
@@ -48,6 +48,8 @@ def _print_table(table: Table, console: Console, limit: int) -> None:
     for caution in table.cautions:
         console.print(Text(caution, style="yellow"), soft_wrap=True)
     console.print(leaderboard_table(table, limit))
+    for reason in reasons(table, limit):
+        console.print(Text(reason, style="red"), soft_wrap=True)
     if len(table.rows) > limit:
         console.print(Text(f"and {len(table.rows) - limit} more rows in the files", style="dim"))
 

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.text import Text
 
 from infermix.measure.goodput import e2e_s, gaps_s, tpot_s, ttft_s
@@ -15,7 +15,7 @@ from infermix.record.store import read_record
 from infermix.record.track import track_title
 from infermix.report import render
 from infermix.report.labels import with_options
-from infermix.report.terminal import fields_table, flat, metric_row
+from infermix.report.terminal import fields_table, flat, metric_row, terminal_console
 
 HELP = "one record: parts, environment, guards, log, first outputs, latencies"
 MAX_OUTPUTS = 3
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace) -> int:
     """Raises `UserError` for a record that cannot be read."""
     record = read_record(args.record)
-    console = Console()
+    console = terminal_console()
     for block in describe(record, full=args.full):
         console.print(block)
     return 0

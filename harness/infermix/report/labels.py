@@ -90,11 +90,14 @@ def _adapters(part: PartRecord) -> list[str]:
 
 
 def _settings(overrides: Mapping[str, Any]) -> str:
-    """Swept values beside parts, engine and dtype, which have columns of their own."""
+    """Swept values beside parts, engine and dtype, which have columns of their own.
+
+    The model as a whole has a table of its own.
+    """
     shown = {
         path: value
         for path, value in overrides.items()
-        if path.partition(".")[0] not in ("parts", TRANSFORMS, "engine", "dtype", "name")
+        if path.partition(".")[0] not in ("parts", TRANSFORMS, "engine", "dtype", "name") and path != "model"
     }
     return ", ".join(f"{path}={_short(value)}" for path, value in sorted(shown.items())) or ABSENT
 

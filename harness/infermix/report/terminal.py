@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
@@ -16,6 +17,7 @@ from infermix.report.compare import Difference
 
 #: What fits on a terminal; the files hold everything.
 TERMINAL_FIGURES = frozenset({SPEED, "ratio", "ttft_s_p50", "tpot_s_p50", "peak_bytes"})
+PIPED_WIDTH = 200
 OUTCOME_STYLE = {"better": "green", "worse": "bold red", "different": "yellow"}
 
 
@@ -37,12 +39,24 @@ def leaderboard_table(table: Table, limit: int | None = None) -> RichTable:
     return render.text_table(headers, rows, right=range(first, first + len(columns)))
 
 
+def terminal_console() -> Console:
+    """As wide as the terminal; into a pipe or a file, wide enough that no table is squeezed."""
+    console = Console()
+    return console if console.is_terminal else Console(width=PIPED_WIDTH)
+
+
 def verdict_text(row: Row) -> Text:
-    """The colour of an ok row, the reason of any other."""
+    """The colour of an ok row; the reason of any other is a line of its own (`reasons`)."""
     record = row.record
     if record.state != "ok":
-        return Text(record.reason or record.state, style="red")
+        return Text("see below", style="red")
     return Text(record.verdict, style=render.VERDICT_STYLE[record.verdict])
+
+
+def reasons(table: Table, limit: int | None = None) -> list[str]:
+    """One line for every shown row that is not ok."""
+    failed = [row for row in table.rows[:limit] if row.record.state != "ok"]
+    return [f"{row.record.cell}: {row.record.state}: {row.record.reason}" for row in failed]
 
 
 def difference_table(differences: Sequence[Difference], title: str) -> RichTable:
