@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from infermix.roles.engine import EngineContext
 from infermix.spec.experiment import DEFAULT_PARTS, ModelSource
 
 torch.set_num_threads(1)
+sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture(scope="session")
@@ -43,7 +45,7 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def build_engine(catalogue: Catalogue, tiny_llama: Path) -> Callable[..., Any]:
-    """`build_engine(parts={"kv": ("paged", {"block_size": 4})}, engine={...}, **context)` over the tiny model."""
+    """`build_engine(parts={"kv": ("paged", {"block_size": 4})}, engine={...}, device="cpu", **context)`."""
     built = []
 
     def choose(role: Role, name: str, options: dict[str, Any]) -> Choice:
@@ -61,7 +63,7 @@ def build_engine(catalogue: Catalogue, tiny_llama: Path) -> Callable[..., Any]:
         context = EngineContext(
             source=source,
             facts=read_model_facts(source, dtype="float32", dummy=False),
-            machine=machine_facts("cpu"),
+            machine=machine_facts(given.pop("device", "cpu")),
             dtype="float32",
             parts=choices,
             max_model_len=given.pop("max_model_len", 128),

@@ -208,12 +208,17 @@ class StepGraphs:
     def keys(self) -> list[GraphKey]:
         return sorted(self._steps)
 
+    @property
+    def wanted(self) -> list[GraphKey]:
+        """Every key, largest first."""
+        keys = [GraphKey(b, q, c) for q in self._query_lens for b in self._batches for c in self._contexts]
+        return sorted(keys, reverse=True)
+
     def capture_all(self) -> Iterator[float]:
         """Capture every key, largest first so that the smaller ones reuse its memory; yields the fraction done."""
-        keys = [GraphKey(b, q, c) for q in self._query_lens for b in self._batches for c in self._contexts]
-        for done, key in enumerate(sorted(keys, reverse=True)):
+        for done, key in enumerate(self.wanted):
             self._steps[key] = self._capture(key)
-            yield (done + 1) / len(keys)
+            yield (done + 1) / len(self.wanted)
 
     def find(self, num_rows: int, query_len: int, context: int) -> CapturedStep | None:
         """The smallest captured step that holds `num_rows` rows; `None` when there is none."""
