@@ -349,3 +349,31 @@ def test_scatter_with_higher_is_better(make_record) -> None:
 def test_pareto_front() -> None:
     assert pareto_front([(1, 5), (2, 4), (3, 3), (2, 3), (1, 4), (3, 3)]) == {0, 1, 2, 5}
     assert pareto_front([]) == set()
+
+
+def test_transforms_have_a_column_only_where_some_row_has_any(make_record) -> None:  # type: ignore[no-untyped-def]
+    plain = make_record()
+    fused = make_record(
+        run_id="r2", cell="fused", cell_digest="f" * 64,
+        transforms=[PartRecord(name="fuse"), PartRecord(name="compile", options={"mode": "default"})],
+    )  # fmt: skip
+    (without,) = build_board([plain]).tables
+    assert "transforms" not in without.mix_columns
+    assert not any("transforms" in text for _, text in without.conditions)
+    (table,) = build_board([plain, fused]).tables
+    assert "transforms" in table.mix_columns
+    assert sorted(row.mix["transforms"] for row in table.rows) == ["fuse + compile", "none"]
+    lossy = make_record(transforms=[PartRecord(name="prune", lossless=False)])
+    (only,) = build_board([lossy]).tables
+    assert only.rows[0].notes == ["lossy: transforms"]
+
+
+def test_options_of_transforms_tell_rows_apart(make_record) -> None:  # type: ignore[no-untyped-def]
+    rows = [
+        make_record(
+            run_id=mode, cell_digest=mode * 64, transforms=[PartRecord(name="compile", options={"mode": mode})]
+        )
+        for mode in "ab"
+    ]
+    (table,) = build_board(rows).tables
+    assert sorted(row.mix["transforms"] for row in table.rows) == ["compile(mode=a)", "compile(mode=b)"]

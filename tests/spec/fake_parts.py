@@ -47,6 +47,10 @@ class Running(Options, frozen=True, kw_only=True):
     max_num_seqs: Annotated[int, Meta(ge=1, description="most at once")] = 4
 
 
+class Fuse(Options, frozen=True, kw_only=True):
+    norms: Annotated[bool, Meta(description="fuse norms as well")] = True
+
+
 class Load(WorkloadOptions, frozen=True, kw_only=True):
     tokens: Annotated[int, Meta(ge=1, description="per request")] = 64
 
@@ -94,7 +98,13 @@ PARTS = (
     component(Role.DECODER, "autoregressive"),
     component(Role.DECODER, "speculative", needs=features("kv:truncate")),
     component(Role.SCHEDULER, "continuous", options=Running),
-    component(Role.ENGINE, "native", hosts=frozenset(PART_ROLES), provides=features("engine:score")),
+    component(Role.TRANSFORM, "fuse", options=Fuse, needs=features("device:cuda|device:cpu")),
+    component(Role.TRANSFORM, "gpu", needs=features("device:cuda")),
+    component(Role.TRANSFORM, "softer", provides=features("extra:thing")),
+    component(Role.DECODER, "thing", needs=features("extra:thing")),
+    component(
+        Role.ENGINE, "native", hosts=frozenset((*PART_ROLES, Role.TRANSFORM)), provides=features("engine:score")
+    ),
     component(Role.ENGINE, "whole", hosts=frozenset({Role.QUANTIZER})),
     component(Role.WORKLOAD, "load", options=Load),
     component(Role.EVALUATOR, "score", needs=features("engine:score")),
