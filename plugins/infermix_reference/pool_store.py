@@ -8,7 +8,7 @@ import torch
 from infermix.errors import OutOfMemory
 from infermix.roles.batch import Batch, GroupBatch
 from infermix.roles.kv_space import KVShape
-from infermix.roles.kv_store import DenseView, PagedView, View
+from infermix.roles.kv_store import DenseView, KVPools, PagedView, View
 from torch import Tensor
 
 
@@ -47,6 +47,9 @@ class PoolStore:
         keys, values = self._slots[layer_idx]
         keys.index_copy_(0, group.slot_mapping, k)
         values.index_copy_(0, group.slot_mapping, v)
+
+    def pools(self, layer_idx: int) -> KVPools:
+        return KVPools(*self._pools[layer_idx])
 
     def view(self, layer_idx: int, batch: Batch, group: GroupBatch) -> View:
         raise NotImplementedError

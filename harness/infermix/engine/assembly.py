@@ -51,7 +51,7 @@ class Assembly:
         context = self.context
         return TransformContext(
             device=str(self.device), dtype=context.dtype, seed=context.seed, facts=context.facts,
-            max_num_seqs=self.max_num_seqs, progress=context.progress,
+            max_num_seqs=self.max_num_seqs, max_model_len=context.max_model_len, progress=context.progress,
         )  # fmt: skip
 
     @contextmanager

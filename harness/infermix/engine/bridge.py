@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from infermix.roles.attention import AttentionBackend, LayerSpec
-    from infermix.roles.batch import Batch
+    from infermix.roles.batch import Batch, GroupBatch
     from infermix.roles.kv_space import KVGroup
-    from infermix.roles.kv_store import KVStore
+    from infermix.roles.kv_store import KVStore, Rotation
 
 #: The name under which transformers knows our attention function.
 ATTENTION_NAME = "infermix"
@@ -45,8 +45,12 @@ class ForwardContext:
 def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **given: Any
 ) -> tuple[Tensor, None]:
-    """The registered function: `query [1, H, T, Dk]`, `key`, `value [1, Hkv, T, D]` -> `[1, T, H, Dv]`."""
+    """The registered function: `query [1, H, T, Dk]`, `key`, `value [1, Hkv, T, D]` -> `[1, T, H, Dv]`.
+
+    A layer that leaves its position embedding to us hands it over as keyword `rotation`.
+    """
     context: ForwardContext | None = given.pop("infermix", None)
+    rotation: Rotation | None = given.pop("rotation", None)
     if context is None:
         raise Unsupported(f"{type(module).__name__} does not hand keyword arguments of the model to its attention")
     if context.probe is not None:
@@ -58,9 +62,31 @@ def _attend(
     assert attention is not None
     layer = context.layers[module.layer_idx]  # type: ignore[index]
     group = batch.groups[layer.group]
-    store.write(layer.layer_idx, key[0].transpose(0, 1), value[0].transpose(0, 1), batch, group)
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    if rotation is None:
+        store.write(layer.layer_idx, k, v, batch, group)
+    else:
+        q = _rotate_and_write(store, rotation, layer.layer_idx, (q, k, v), batch, group)
     view = store.view(layer.layer_idx, batch, group)
-    return attention.forward(query[0].transpose(0, 1), view, batch, layer).unsqueeze(0), None
+    return attention.forward(q, view, batch, layer).unsqueeze(0), None
+
+
+def _rotate_and_write(
+    store: KVStore,
+    rotation: Rotation,
+    layer_idx: int,
+    new: tuple[Tensor, Tensor, Tensor],
+    batch: Batch,
+    group: GroupBatch,
+) -> Tensor:
+    """Rotated queries; in one go with the write where the store lays its pools open."""
+    q, k, v = new
+    pools = getattr(store, "pools", None)
+    if pools is not None:
+        return rotation.write(q, k, v, pools(layer_idx), group.slot_mapping)
+    q, k = rotation.rotate(q, k)
+    store.write(layer_idx, k, v, batch, group)
+    return q
 
 
 class Joint:

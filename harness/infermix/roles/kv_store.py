@@ -74,8 +74,35 @@ class PagedView:
 View = RaggedView | DenseView | PagedView
 
 
+@dataclass(frozen=True, slots=True)
+class KVPools:
+    """`keys`, `values` `[num_blocks + 1, block_size, Hkv, D]`; scales `[num_blocks + 1, block_size, Hkv]` of pools
+    whose numbers are integers or fp8 (a stored number times its scale is the value)."""
+
+    keys: Tensor
+    values: Tensor
+    key_scales: Tensor | None = None
+    value_scales: Tensor | None = None
+
+
+class Rotation(Protocol):
+    """A position embedding that a layer leaves to the moment when keys are stored. Both methods may work in place."""
+
+    def rotate(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """`q [T, H, D]`, `k [T, Hkv, D]`, rotated to the positions of the batch."""
+        ...
+
+    def write(self, q: Tensor, k: Tensor, v: Tensor, pools: KVPools, slot_mapping: Tensor) -> Tensor:
+        """Store rotated `k` and `v [T, Hkv, Dv]` in their slots and return rotated `q`, in one go."""
+        ...
+
+
 class KVStore(Protocol):
-    """Device memory of a layout. `write` and `view` are capturable unless the layout declares `graph:no`."""
+    """Device memory of a layout. `write` and `view` are capturable unless the layout declares `graph:no`.
+
+    A store whose `write` does nothing but put each row at its slot may have a method `pools(layer_idx) -> KVPools`:
+    whoever wants to do more on the way (rotate, quantize) then writes there itself instead of calling `write`.
+    """
 
     def write(self, layer_idx: int, k: Tensor, v: Tensor, batch: Batch, group: GroupBatch) -> None:
         """Store `k [T, Hkv, Dk]`, `v [T, Hkv, Dv]` at `group.slot_mapping`."""

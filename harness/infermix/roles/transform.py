@@ -34,13 +34,17 @@ class TransformReport:
 
 @dataclass(frozen=True, kw_only=True)
 class TransformContext:
-    """`max_num_seqs` bounds the rows of a decode step; random input for verification is drawn from `seed`."""
+    """`max_num_seqs` bounds the rows of a decode step; random input for verification is drawn from `seed`.
+
+    `max_model_len` bounds the positions, 0 when it is not known.
+    """
 
     device: str
     dtype: str
     seed: int
     facts: ModelFacts
     max_num_seqs: int
+    max_model_len: int = 0
     progress: Callable[[str, float], None] = lambda phase, fraction: None
 
 
