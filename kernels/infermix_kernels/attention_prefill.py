@@ -89,6 +89,8 @@ def prefill_kernel(
     COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
     SAME_STRIDES: tl.constexpr,
+    WIDE: tl.constexpr,
+    NATIVE: tl.constexpr,
     DESCRIBED: tl.constexpr,
 ):
     """Grid: (tiles of query rows, groups of HEADS heads). The last tiles see most and are started first."""
@@ -164,6 +166,9 @@ def prefill_kernel(
             FORMAT,
             COMPUTE,
             PRECISION,
+            WIDE,
+            NATIVE,
+            False,
         )
     else:
         masked_from = lo
@@ -221,6 +226,8 @@ def prefill_kernel(
                     SOFTCAP,
                     False,
                     PRECISION,
+                    WIDE,
+                    False,
                 )
         acc, total, peak = attend(
             acc,
@@ -255,6 +262,8 @@ def prefill_kernel(
             SOFTCAP,
             False,
             PRECISION,
+            WIDE,
+            False,
         )
     acc = normalise(acc, total)
     store_output(out, acc, first_token, token, head, valid, H, DV, PAD_V)

@@ -1,4 +1,4 @@
-"""Attention of short queries: the context of a sequence is split over programs, the last one to finish combines."""
+"""Attention of short queries: the context of a sequence is split over programs, a second kernel combines them."""
 
 from __future__ import annotations
 
@@ -19,42 +19,29 @@ from infermix_kernels.attention_tile import (
 
 
 @triton.jit
-def combine(
-    sums,
-    stats,
-    first_slot,
-    active,
-    useful,
-    BLOCK_M: tl.constexpr,
-    DV: tl.constexpr,
-    PAD_V: tl.constexpr,
+def runs_of(
+    query_len,
+    context,
+    row_tile,
+    num_splits,
+    window,
+    TOKENS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr,
+    TREE: tl.constexpr,
 ):
-    """Accumulator and sum of weights over the partial results in slots `first_slot ... first_slot + active`."""
-    rows = tl.arange(0, BLOCK_M)
-    dims = tl.arange(0, PAD_V)
-    mask = useful[:, None] & (dims[None, :] < DV)
-    acc = tl.zeros([BLOCK_M, PAD_V], dtype=tl.float32)
-    total = tl.zeros([BLOCK_M], dtype=tl.float32)
-    peak = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
-    for index in tl.range(0, active, num_stages=4):
-        slot = (first_slot + index).to(tl.int64)
-        part_peak = tl.load(
-            stats + slot * (2 * BLOCK_M) + rows, mask=useful, other=float("-inf"), cache_modifier=".cg"
-        )
-        part_total = tl.load(
-            stats + slot * (2 * BLOCK_M) + BLOCK_M + rows, mask=useful, other=0.0, cache_modifier=".cg"
-        )
-        part = tl.load(
-            sums + (slot * BLOCK_M + rows[:, None]) * DV + dims[None, :], mask=mask, other=0.0, cache_modifier=".cg"
-        )
-        new_peak = tl.maximum(peak, part_peak)
-        anchor = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        decay = tl.math.exp2(peak - anchor)
-        weight = tl.math.exp2(part_peak - anchor)
-        total = total * decay + part_total * weight
-        acc = acc * decay[:, None] + part * weight[:, None]
-        peak = new_peak
-    return acc, total
+    """The tokens `lo ... hi` that a row tile sees, whole tiles in each of its runs, and how many runs there are."""
+    first_row = row_tile * TOKENS
+    first_new = context - query_len
+    hi = context
+    if not TREE:
+        hi = tl.minimum(first_new + tl.minimum(first_row + TOKENS, query_len), context)
+    lo = 0
+    if WINDOW:
+        lo = tl.maximum(first_new + first_row - window + 1, 0) // BLOCK_N * BLOCK_N
+    tiles = tl.maximum(tl.cdiv(hi - lo, BLOCK_N), 1)
+    tiles_per_run = tl.cdiv(tiles, num_splits)
+    return lo, hi, tiles_per_run, tl.cdiv(tiles, tiles_per_run)
 
 
 @triton.jit(
@@ -70,7 +57,6 @@ def split_kernel(
     out,
     sums,
     stats,
-    counters,
     cu_seqlens,
     context_lens,
     tables,
@@ -110,16 +96,18 @@ def split_kernel(
     SINKS: tl.constexpr,
     TREE: tl.constexpr,
     SPLIT: tl.constexpr,
+    PDL: tl.constexpr,
     FORMAT: tl.constexpr,
     COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
     SAME_STRIDES: tl.constexpr,
+    WIDE: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):
     """Grid: (head tiles x splits, heads first so that neighbours read the same tokens; sequences x row tiles).
 
     A sequence is cut into as many equal runs of whole tiles as there are splits, fewer when it is short. One run is
-    written out at once; of several, each leaves its partial result in its slot, and the one that arrives last at the
-    counter combines them and sets the counter back to zero for the next launch.
+    written out at once; of several, each leaves its partial result in its slot for `combine_kernel`.
     """
     TOKENS: tl.constexpr = BLOCK_M // HEADS
     if SAME_STRIDES:
@@ -133,17 +121,10 @@ def split_kernel(
     context = tl.load(context_lens + seq)
     first_new = context - query_len
 
-    first_row = row_tile * TOKENS
-    hi = context
-    if not TREE:
-        hi = tl.minimum(first_new + tl.minimum(first_row + TOKENS, query_len), context)
-    lo = 0
-    if WINDOW:
-        lo = tl.maximum(first_new + first_row - window + 1, 0) // BLOCK_N * BLOCK_N
-    tiles = tl.maximum(tl.cdiv(hi - lo, BLOCK_N), 1)
-    tiles_per_split = tl.cdiv(tiles, num_splits)
-    active = tl.cdiv(tiles, tiles_per_split)
-    if (split >= active) | (first_row >= query_len):
+    lo, hi, tiles_per_split, active = runs_of(
+        query_len, context, row_tile, num_splits, window, TOKENS, BLOCK_N, WINDOW, TREE
+    )
+    if (split >= active) | (row_tile * TOKENS >= query_len):
         return
 
     token, head, in_tile = rows_of(row_tile, head_tile, BLOCK_M, HEADS)
@@ -206,6 +187,9 @@ def split_kernel(
             FORMAT,
             COMPUTE,
             PRECISION,
+            WIDE,
+            NATIVE,
+            BLOCK_M <= 32,
         )
     else:
         acc, total, peak = attend(
@@ -241,8 +225,12 @@ def split_kernel(
             SOFTCAP,
             TREE,
             PRECISION,
+            WIDE,
+            BLOCK_M <= 32,
         )
     if SPLIT:
+        if PDL:
+            tl.extra.cuda.gdc_launch_dependents()
         if active > 1:
             unit = tl.program_id(1) * head_tiles + head_tile
             slot = (unit * num_splits + split).to(tl.int64)
@@ -252,15 +240,66 @@ def split_kernel(
             tl.store(stats + slot * (2 * BLOCK_M) + rows, peak, mask=valid)
             tl.store(stats + slot * (2 * BLOCK_M) + BLOCK_M + rows, total, mask=valid)
             tl.store(sums + (slot * BLOCK_M + rows[:, None]) * DV + dims[None, :], acc, mask=mask)
-            # All threads' stores come before the one atomic that releases them to the program that reads them.
-            tl.debug_barrier()
-            arrived = tl.atomic_add(counters + unit, 1, sem="acq_rel", scope="gpu")
-            if arrived == active - 1:
-                tl.store(counters + unit, 0)
-                sum_of_all, total_of_all = combine(sums, stats, unit * num_splits, active, valid, BLOCK_M, DV, PAD_V)
-                result = normalise(sum_of_all, total_of_all)
-                store_output(out, result, first_token, token, head, valid, H, DV, PAD_V)
         else:
             store_output(out, normalise(acc, total), first_token, token, head, valid, H, DV, PAD_V)
     else:
         store_output(out, normalise(acc, total), first_token, token, head, valid, H, DV, PAD_V)
+
+
+@triton.jit(
+    do_not_specialize=["H", "head_tiles", "row_tiles", "num_splits", "window"],
+    do_not_specialize_on_alignment=["cu_seqlens", "context_lens"],
+)
+def combine_kernel(
+    out,
+    sums,
+    stats,
+    cu_seqlens,
+    context_lens,
+    H,
+    head_tiles,
+    row_tiles,
+    num_splits,
+    window,
+    HEADS: tl.constexpr,
+    DV: tl.constexpr,
+    PAD_V: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PAD_SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    TREE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Adds up the runs of one query row and head. Grid: (head tiles x rows of a tile, sequences x row tiles)."""
+    TOKENS: tl.constexpr = BLOCK_M // HEADS
+    ROWS: tl.constexpr = TOKENS * HEADS
+    head_tile = tl.program_id(0) // ROWS
+    row = tl.program_id(0) % ROWS
+    seq = tl.program_id(1) // row_tiles
+    row_tile = tl.program_id(1) % row_tiles
+    first_token = tl.load(cu_seqlens + seq)
+    query_len = tl.load(cu_seqlens + seq + 1) - first_token
+    context = tl.load(context_lens + seq)
+    _lo, _hi, _tiles, active = runs_of(
+        query_len, context, row_tile, num_splits, window, TOKENS, BLOCK_N, WINDOW, TREE
+    )
+    token = row_tile * TOKENS + row // HEADS
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    if (active > 1) & (token < query_len):
+        runs = tl.arange(0, PAD_SPLITS)
+        dims = tl.arange(0, PAD_V)
+        slots = ((tl.program_id(1) * head_tiles + head_tile) * num_splits + runs).to(tl.int64)
+        there = runs < active
+        peaks = tl.load(stats + slots * (2 * BLOCK_M) + row, mask=there, other=float("-inf"))
+        totals = tl.load(stats + slots * (2 * BLOCK_M) + BLOCK_M + row, mask=there, other=0.0)
+        mask = there[:, None] & (dims[None, :] < DV)
+        parts = tl.load(sums + ((slots * BLOCK_M + row) * DV)[:, None] + dims[None, :], mask=mask, other=0.0)
+        peak = tl.max(peaks, 0)
+        weights = tl.math.exp2(peaks - tl.where(peak == float("-inf"), 0.0, peak))
+        total = tl.sum(totals * weights, 0)
+        acc = tl.sum(parts * weights[:, None], 0) / tl.where(total > 0.0, total, 1.0)
+        head = head_tile * HEADS + row % HEADS
+        target = ((first_token + token).to(tl.int64) * H + head) * DV
+        tl.store(out + target + dims, acc.to(out.dtype.element_ty), mask=dims < DV)

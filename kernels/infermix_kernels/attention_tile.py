@@ -92,8 +92,12 @@ def tile_pointers(
     BLOCK_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ADDRESSING: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
-    """Addresses `[BLOCK_N, PAD]` of a tile of keys or values, invariant but for a scalar where the layout allows."""
+    """Addresses `[BLOCK_N, PAD]` of a tile of keys or values, invariant but for a scalar where the layout allows.
+
+    Offsets are 32-bit numbers unless the pool is WIDE: addresses take a third of the registers and instructions.
+    """
     tokens = tl.arange(0, BLOCK_N)
     dims = tl.arange(0, PAD)
     if ADDRESSING == DENSE:
@@ -104,10 +108,12 @@ def tile_pointers(
         return base + (tokens[:, None] * stride_token + dims[None, :])
     elif ADDRESSING == BLOCKS_IN_TILE:
         within = (tokens % BLOCK_SIZE)[:, None] * stride_token + dims[None, :]
-        return pool + (ids.to(tl.int64) * stride_block)[:, None] + within
+        blocks = ids.to(tl.int64) if WIDE else ids
+        return pool + ((blocks * stride_block)[:, None] + within)
     else:
         within = ((start + tokens) % BLOCK_SIZE)[:, None] * stride_token + dims[None, :]
-        return pool + (ids.to(tl.int64) * stride_block)[:, None] + within
+        blocks = ids.to(tl.int64) if WIDE else ids
+        return pool + ((blocks * stride_block)[:, None] + within)
 
 
 @triton.jit
@@ -193,12 +199,17 @@ def attend(
     SOFTCAP: tl.constexpr,
     TREE: tl.constexpr,
     PRECISION: tl.constexpr,
+    WIDE: tl.constexpr,
+    LATE_SUMS: tl.constexpr,
 ):
     """Online softmax over the tokens `lo ... hi` (`lo` a multiple of BLOCK_N).
 
     Scores are kept in base 2: `factor` is scale * log2(e), `cap` softcap * log2(e). Without MASKED, every key of
-    every tile is visible to every row.
+    every tile is visible to every row. Keys outside the context may be anything (they lie in block 0, or past the end
+    of a dense row, where they are not read): their scores are replaced. Values there must be zeros, since 0 x NaN is
+    NaN.
     """
+    late = tl.zeros([acc.shape[0], BLOCK_N], dtype=tl.float32)
     ids = block_ids(table, lo, context, BLOCK_N, BLOCK_SIZE, ADDRESSING)
     for tile in tl.range(0, tl.cdiv(hi - lo, BLOCK_N)):
         start = lo + tile * BLOCK_N
@@ -207,11 +218,11 @@ def attend(
         inside = position < context
 
         k = load_tile(
-            tile_pointers(keys, ids, start, stride_kb, stride_kt, PAD_K, BLOCK_N, BLOCK_SIZE, ADDRESSING),
+            tile_pointers(keys, ids, start, stride_kb, stride_kt, PAD_K, BLOCK_N, BLOCK_SIZE, ADDRESSING, WIDE),
             inside,
             DK,
             PAD_K,
-            MASKED,
+            MASKED and ADDRESSING == DENSE,
         )
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if SOFTCAP:
@@ -227,10 +238,14 @@ def attend(
         anchor = tl.where(new_peak == float("-inf"), 0.0, new_peak) if MASKED else new_peak
         weights = tl.math.exp2(scores * gain - anchor[:, None])
         decay = tl.math.exp2(peak - anchor)
-        total = total * decay + tl.sum(weights, 1)
+        if LATE_SUMS:
+            total = total * decay
+            late = late * decay[:, None] + weights
+        else:
+            total = total * decay + tl.sum(weights, 1)
         acc = acc * decay[:, None]
         v = load_tile(
-            tile_pointers(values, ids, start, stride_vb, stride_vt, PAD_V, BLOCK_N, BLOCK_SIZE, ADDRESSING),
+            tile_pointers(values, ids, start, stride_vb, stride_vt, PAD_V, BLOCK_N, BLOCK_SIZE, ADDRESSING, WIDE),
             inside,
             DV,
             PAD_V,
@@ -239,6 +254,8 @@ def attend(
         acc = tl.dot(weights.to(q.dtype), v, acc, input_precision=PRECISION)
         peak = new_peak
         ids = next_ids
+    if LATE_SUMS:
+        total += tl.sum(late, 1)
     return acc, total, peak
 
 

@@ -6,6 +6,7 @@ Nothing is ever measured inside an ordinary call: `tune` is called on its own, a
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -28,7 +29,8 @@ class Launch:
     """Tile of query rows and of tokens, warps and pipeline stages of a program.
 
     `programs_per_sm` is how many programs the split of a context aims at per multiprocessor; the prefill kernel has
-    no use for it.
+    no use for it. `max_registers` bounds the registers of a thread (0: the compiler's choice), so that more programs
+    share a multiprocessor. `described` lets the copy engine read tiles that lie within one block (prefill only).
     """
 
     block_rows: int
@@ -66,25 +68,37 @@ def default_launch(shape: ShapeClass) -> Launch:
     if shape.element_bytes == 4:
         return Launch(min(shape.rows, 32), 32, 4, 2)
     if shape.kernel == "split":
-        tokens = 64 if widest <= 128 else 32
-        return Launch(shape.rows, tokens, 8 if shape.rows >= 128 else 4, 3)
-    tokens = 64 if widest > 64 else 128
-    return Launch(128, tokens, 8, 2 if widest > 128 else 3)
+        return _default_split(shape, widest)
+    if widest > 128 or shape.kv_bytes == 1:
+        return Launch(128, 64, 8, 2)
+    described = shape.block_size % 64 == 0
+    return Launch(128, 64, 8, 2, max_registers=128, described=described)
+
+
+def _default_split(shape: ShapeClass, widest: int) -> Launch:
+    """Enough tiles in flight to cover the latency of memory, enough programs to keep every multiprocessor busy."""
+    if widest > 128:
+        return Launch(shape.rows, 32, 4, 3, 2)
+    if shape.kv_bytes == 1:
+        return Launch(shape.rows, 128 if shape.rows <= 32 else 64, 4, 3, 4)
+    if shape.rows <= 32:
+        return Launch(shape.rows, 128, 8, 2, 2)
+    return Launch(shape.rows, 64, 8 if shape.rows >= 128 else 4, 3, 4)
 
 
 def candidates(shape: ShapeClass) -> Iterator[Launch]:
     """What `tune` tries: every combination that fits into shared memory."""
-    rows = (shape.rows,) if shape.kernel == "split" else (64, 128)
-    aims = (2, 4, 8) if shape.kernel == "split" else (1,)
-    for block_rows in rows:
-        for block_tokens in (32, 64, 128):
-            for num_warps in (4, 8):
-                for num_stages in (2, 3, 4):
-                    per_token = shape.kv_bytes * (shape.key_dim + shape.value_dim)
-                    tile = block_tokens * per_token * num_stages
-                    if tile + block_rows * shape.key_dim * shape.element_bytes <= _SHARED_BYTES:
-                        for aim in aims:
-                            yield Launch(block_rows, block_tokens, num_warps, num_stages, aim)
+    prefill = shape.kernel == "prefill"
+    rows = (64, 128) if prefill else (shape.rows,)
+    aims = (1,) if prefill else (2, 4, 8)
+    registers = (0, 128) if prefill else (0,)
+    described = (False, True) if prefill and shape.kv_bytes == 2 else (False,)
+    for block_rows, tokens, warps, stages in itertools.product(rows, (32, 64, 128), (4, 8), (2, 3, 4)):
+        per_token = shape.kv_bytes * (shape.key_dim + shape.value_dim)
+        if tokens * per_token * stages + block_rows * shape.key_dim * shape.element_bytes > _SHARED_BYTES:
+            continue
+        for aim, limit, copy in itertools.product(aims, registers, described):
+            yield Launch(block_rows, tokens, warps, stages, aim, limit, copy)
 
 
 @cache
@@ -93,6 +107,12 @@ def num_multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return 4
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cache
+def overlaps_launches(device: torch.device) -> bool:
+    """Whether a kernel may be launched while the one that it depends on drains (compute capability 9.0)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
 
 
 def machine_name(device: torch.device) -> str:
