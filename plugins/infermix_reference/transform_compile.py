@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,8 @@ class CompileTransform:
         self._options = options
 
     def apply(self, model: nn.Module, context: TransformContext) -> TransformReport:
+        if self._options.backend == "inductor" and context.device == "cpu":
+            require_compiler()
         layers = decoder_layers(model, len(context.facts.layers))
         norms = [module for module in siblings(model, layers) if is_norm(module)]
         self._forbid_giving_up()
@@ -58,6 +61,18 @@ class CompileTransform:
         limit = _MAX_VERSIONS if self._options.dynamic else _MAX_VERSIONS_STATIC
         config.fail_on_recompile_limit_hit = True
         config.recompile_limit = max(config.recompile_limit, limit)
+        config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, 4 * limit)
+
+
+def require_compiler() -> None:
+    """Raises `Unsupported` when inductor would not find the C++ compiler that it needs on a CPU."""
+    import torch._inductor.config
+
+    known = [name for name in torch._inductor.config.cpp.cxx if name]
+    if not any(shutil.which(name) for name in known):
+        raise Unsupported(
+            f"compile with backend inductor needs a C++ compiler on a CPU, none of {', '.join(known)} is installed"
+        )
 
 
 def decoder_layers(model: nn.Module, num_layers: int) -> nn.ModuleList:
