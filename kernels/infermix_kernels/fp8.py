@@ -7,7 +7,7 @@ import triton
 from torch import Tensor
 
 from infermix_kernels.checks import require, require_floats
-from infermix_kernels.matmul import new_output, product, rows_tile
+from infermix_kernels.matmul import check_product, new_output, product, rows_tile
 from infermix_kernels.matmul_launch import MatmulLaunch, MatmulWorkspace, split_for
 from infermix_kernels.quantize import quantize_rows
 
@@ -32,11 +32,13 @@ def fp8_linear(
     products with about 14 bits of fraction, far finer than the 4 bits of an operand.
     """
     require_floats(x=x)
+    require(weight.dtype == torch.float8_e4m3fn, f"weight is {weight.dtype}, must be float8_e4m3fn")
     require(weight_scale.dim() == 1, "weight_scale must be [N]")
+    out = new_output(x, weight.shape[0], x.dtype, out)
+    check_product(x, weight, out, None, weight_scale, bias)
     quantized, x_scale = quantize_rows(
         x, torch.float8_e4m3fn, out=scratch and scratch[0], scales=scratch and scratch[1], pdl=pdl
     )
-    out = new_output(x, weight.shape[0], x.dtype, out)
     fp8_product(quantized, x_scale, weight, weight_scale, bias, out=out, workspace=workspace, launch=launch, pdl=pdl)
     return out
 

@@ -39,10 +39,10 @@ def to_storage(values, inverse, target, QUANT_MAX: tl.constexpr):
     """`values * inverse` in the dtype of the pool: rounded to an integer for int8, by the conversion for fp8."""
     if QUANT_MAX == 0:
         return values
-    scaled = values * inverse[:, None]
-    if QUANT_MAX == 127.0:
-        scaled = (scaled + _ROUNDER) - _ROUNDER
-    return scaled
+    elif QUANT_MAX == 127.0:
+        return (values * inverse[:, None] + _ROUNDER) - _ROUNDER
+    else:
+        return values * inverse[:, None]
 
 
 @triton.jit
@@ -55,8 +55,9 @@ def inverse_scale(amax, scales, offsets, valid, QUANT_MAX: tl.constexpr):
     """Stores the scale `amax / QUANT_MAX` and returns its inverse, 0 for a row of zeros."""
     if QUANT_MAX == 0:
         return amax
-    tl.store(scales + offsets, (amax * (1.0 / QUANT_MAX)).to(scales.dtype.element_ty), mask=valid)
-    return tl.where(amax > 0.0, tl.math.div_rn(QUANT_MAX, tl.where(amax > 0.0, amax, 1.0)), 0.0)
+    else:
+        tl.store(scales + offsets, (amax * (1.0 / QUANT_MAX)).to(scales.dtype.element_ty), mask=valid)
+        return tl.where(amax > 0.0, QUANT_MAX / tl.where(amax > 0.0, amax, 1.0), 0.0)
 
 
 @triton.jit

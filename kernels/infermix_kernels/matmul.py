@@ -7,6 +7,8 @@ import triton
 from torch import Tensor
 
 from infermix_kernels.checks import require, require_device, require_rows, require_shape, require_vector
+from infermix_kernels.launch import num_multiprocessors
+from infermix_kernels.matmul_descriptor import descriptor_product
 from infermix_kernels.matmul_launch import MatmulLaunch, MatmulWorkspace, check_matrix, usable_split
 from infermix_kernels.matmul_tile import PER_CHANNEL, PER_GROUP, UNSCALED, product_kernel
 
@@ -34,6 +36,12 @@ def product(
     if num_rows == 0:
         return
     grouped = weight_scale is not None and weight_scale.dim() == 2
+    if launch.descriptors:
+        require(not grouped, "scales per group need a launch without descriptors")
+        scales = {"x_scale": x_scale, "weight_scale": weight_scale}
+        programs = num_multiprocessors(x.device)
+        descriptor_product(x, weight, out, launch, **scales, bias=bias, num_programs=programs, pdl=pdl)
+        return
     group_size = width // weight_scale.shape[0] if grouped and weight_scale is not None else width
     require(group_size % launch.block_k == 0 or not grouped, f"block_k {launch.block_k}, groups of {group_size}")
     split_k = usable_split(launch, workspace, num_rows, num_columns)

@@ -16,7 +16,8 @@ class MatmulLaunch:
     """A program computes `block_m` rows of x times `block_n` rows of the weight, `block_k` columns a step.
 
     `split_k` programs share a tile and its columns. `swap` makes the weight the left operand of the tensor cores,
-    whose height is 16 or 64, so that few rows of x do not waste them.
+    whose height is 16 or 64, so that few rows of x do not waste them. With `descriptors`, tiles are fetched by the
+    tensor memory accelerator (compute capability 9.0), unswapped and unsplit.
     """
 
     block_m: int
@@ -27,6 +28,7 @@ class MatmulLaunch:
     num_stages: int = 4
     group_m: int = 8
     swap: bool = True
+    descriptors: bool = False
 
     def num_tiles(self, rows: int, columns: int) -> int:
         return triton.cdiv(rows, self.block_m) * triton.cdiv(columns, self.block_n)

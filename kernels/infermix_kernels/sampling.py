@@ -18,6 +18,8 @@ from infermix_kernels.greedy import argmax_of_row
 
 #: Mass of the most likely token (2**44): 2**18 such tokens still fit into 62 bits.
 _UNIT = tl.constexpr(17592186044416.0)
+#: Pieces of a row that are read ahead: a row has only one multiprocessor to itself.
+_UNROLL = tl.constexpr(4)
 MAX_VOCABULARY = 1 << 18
 
 
@@ -47,7 +49,7 @@ def extent_of(logits, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """Largest and smallest finite value of the row."""
     most = tl.full([BLOCK], float("-inf"), tl.float32)
     least = tl.full([BLOCK], float("inf"), tl.float32)
-    for start in range(0, WIDTH, BLOCK):
+    for start in tl.range(0, WIDTH, BLOCK, loop_unroll_factor=_UNROLL):
         values = load_values(logits, start, WIDTH, BLOCK)
         most = tl.maximum(most, values)
         least = tl.minimum(least, tl.where(values > float("-inf"), values, float("inf")))
@@ -73,7 +75,7 @@ def find_threshold(
         from_b, from_c = from_a, from_a
         under_a = tl.full([BLOCK], float("-inf"), tl.float32)
         under_b, under_c = under_a, under_a
-        for start in range(0, WIDTH, BLOCK):
+        for start in tl.range(0, WIDTH, BLOCK, loop_unroll_factor=_UNROLL):
             values = load_values(logits, start, WIDTH, BLOCK)
             weight = weight_of(values, peak, sharpness, COUNT)
             at_a += tl.where(values >= a, weight, 0)
@@ -102,7 +104,7 @@ def tally(logits, WIDTH: tl.constexpr, peak, sharpness, cut, BLOCK: tl.constexpr
     count = tl.zeros([BLOCK], tl.int64)
     mass = tl.zeros([BLOCK], tl.int64)
     ties = tl.zeros([BLOCK], tl.int64)
-    for start in range(0, WIDTH, BLOCK):
+    for start in tl.range(0, WIDTH, BLOCK, loop_unroll_factor=_UNROLL):
         values = load_values(logits, start, WIDTH, BLOCK)
         above = values > cut
         count += tl.where(above, 1, 0)
@@ -139,7 +141,7 @@ def kept_mass(logits, start, WIDTH: tl.constexpr, peak, sharpness, cut, last_tie
 def draw_token(logits, WIDTH: tl.constexpr, peak, sharpness, cut, last_tie, least_mass, noise, BLOCK: tl.constexpr):
     """First token, in id order, at which the kept mass so far exceeds `noise` of the whole."""
     sums = tl.zeros([BLOCK], tl.int64)
-    for start in range(0, WIDTH, BLOCK):
+    for start in tl.range(0, WIDTH, BLOCK, loop_unroll_factor=_UNROLL):
         sums += kept_mass(logits, start, WIDTH, peak, sharpness, cut, last_tie, least_mass, BLOCK)
     total = tl.sum(sums, axis=0)
     goal = tl.minimum((noise * total.to(tl.float64)).to(tl.int64), total - 1)
@@ -234,7 +236,7 @@ def sample(
     require(out.dtype == torch.int64, f"out is {out.dtype}, must be int64")
     require_device(logits, out, *parameters.values())
     if num_rows:
-        block = min(triton.next_power_of_2(width), 4096)
+        block = min(triton.next_power_of_2(width), 2048)
         sample_kernel[(num_rows,)](
             logits,
             temperature,
@@ -246,6 +248,6 @@ def sample(
             logits.stride(0),
             WIDTH=width,
             BLOCK=block,
-            num_warps=max(1, block // 256),
+            num_warps=max(1, block // 128),
         )
     return out

@@ -39,9 +39,9 @@ _EXACT_ROWS = 64
 class W4GemvLaunch:
     """One row: a program computes `block_n` output features, `runs` times 256 columns a step."""
 
-    block_n: int = 4
-    runs: int = 8
-    num_warps: int = 4
+    block_n: int = 16
+    runs: int = 4
+    num_warps: int = 8
 
 
 @triton.jit
@@ -199,6 +199,7 @@ def _gemv(x: Tensor, weight: PackedW4, bias: Tensor | None, out: Tensor, launch:
         BLOCK_N=launch.block_n,
         RUNS=runs,
         EVEN=num_columns % launch.block_n == 0 and num_runs % runs == 0,
+        ASM=not interpreted(),
         PDL=pdl,
         num_warps=launch.num_warps,
         launch_pdl=pdl,

@@ -9,13 +9,17 @@ from infermix_kernels.dependent import wait_for_inputs
 
 
 @triton.jit
-def nibble(words, PLANE: tl.constexpr):
+def nibble(words, PLANE: tl.constexpr, ASM: tl.constexpr):
     """`128 + q` in fp32: the nibble in the mantissa of 128. The caller takes 128 off once per group."""
-    if PLANE < 4:
-        shifted = words << (16 - 4 * PLANE)
+    shifted = words << (16 - 4 * PLANE) if PLANE < 4 else words >> (4 * PLANE - 16)
+    if ASM:  # the compiler makes two instructions of an `and` and an `or` with constants
+        bits = tl.inline_asm_elementwise(
+            "{ .reg .b32 m, c; mov.b32 m, 0x000f0000; mov.b32 c, 0x43000000; lop3.b32 $0, $1, m, c, 0xea; }",
+            "=r,r", [shifted], dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
     else:
-        shifted = words >> (4 * PLANE - 16)
-    return ((shifted & 0x000F0000) | 0x43000000).to(tl.float32, bitcast=True)
+        bits = (shifted & 0x000F0000) | 0x43000000
+    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -30,7 +34,7 @@ def load_words(w_at, step, valid, runs, num_runs, EVEN: tl.constexpr):
 @triton.jit
 def multiply_runs(
     acc, words, x, scales, zeros, step, features, valid, N, K, num_groups,
-    HAS_ZEROS: tl.constexpr, GROUP_SIZE: tl.constexpr, RUNS: tl.constexpr,
+    HAS_ZEROS: tl.constexpr, GROUP_SIZE: tl.constexpr, RUNS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """`acc [BLOCK_N, RUNS, 32] += x w` over RUNS runs of 256 columns."""
     PER_RUN: tl.constexpr = 256 // GROUP_SIZE if GROUP_SIZE < 256 else 1
@@ -48,11 +52,10 @@ def multiply_runs(
         products = tl.zeros_like(acc)
         total = tl.zeros([RUNS, 32], tl.float32)
         for within in tl.static_range(PLANES):
-            plane: tl.constexpr = part * PLANES + within
-            ks = runs[:, None] * 256 + plane * 32 + tl.arange(0, 32)[None, :]
+            ks = runs[:, None] * 256 + (part * PLANES + within) * 32 + tl.arange(0, 32)[None, :]
             xs = tl.load(x + ks, mask=ks < K, other=0.0).to(tl.float32)
             total += xs
-            products += nibble(words, plane) * xs[None, :, :]
+            products += nibble(words, part * PLANES + within, ASM) * xs[None, :, :]
         acc += (products - zero[:, :, None] * total[None, :, :]) * scale[:, :, None]
     return acc
 
@@ -76,6 +79,7 @@ def w4_gemv_kernel(
     BLOCK_N: tl.constexpr,
     RUNS: tl.constexpr,
     EVEN: tl.constexpr,
+    ASM: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Grid: tiles of BLOCK_N output features. The first words are read before the kernel waits for x."""
@@ -88,12 +92,12 @@ def w4_gemv_kernel(
     wait_for_inputs(PDL)
     acc = tl.zeros([BLOCK_N, RUNS, 32], tl.float32)
     acc = multiply_runs(
-        acc, packed, x, scales, zeros, 0, features, valid, N, K, num_groups, HAS_ZEROS, GROUP_SIZE, RUNS
+        acc, packed, x, scales, zeros, 0, features, valid, N, K, num_groups, HAS_ZEROS, GROUP_SIZE, RUNS, ASM
     )
     for step in range(RUNS, num_runs, RUNS):
         packed = load_words(w_at, step, valid, runs, num_runs, EVEN)
         acc = multiply_runs(
-            acc, packed, x, scales, zeros, step, features, valid, N, K, num_groups, HAS_ZEROS, GROUP_SIZE, RUNS
+            acc, packed, x, scales, zeros, step, features, valid, N, K, num_groups, HAS_ZEROS, GROUP_SIZE, RUNS, ASM
         )
     result = tl.sum(tl.sum(acc, axis=2), axis=1)
     if HAS_BIAS:

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from infermix_kernels.dependent import wait_for_inputs
-from infermix_kernels.matmul_tile import UNSCALED, join_splits, store_product, tile_of
+from infermix_kernels.matmul_tile import join_splits, store_product, tile_of
 from infermix_kernels.w4a16_unpack import offset_of, unpack_plane
 
 
@@ -88,13 +88,12 @@ def w4_tile_kernel(
             else:
                 total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
             for within in tl.static_range(PLANES):
-                plane: tl.constexpr = part * PLANES + within
-                start = step * 256 + plane * 32
+                start = step * 256 + (part * PLANES + within) * 32
                 mask = (rows < M)[:, None]
                 if not EVEN_K:
                     mask = mask & (start + ks < K)[None, :]
                 xs = tl.load(x_at + start, mask=mask, other=0.0)
-                weights = unpack_plane(packed, offset[:, None], scale.to(DTYPE)[:, None], plane, SCALE_WEIGHTS, ASM)
+                weights = unpack_plane(packed, offset[:, None], scale.to(DTYPE)[:, None], part * PLANES + within, SCALE_WEIGHTS, ASM)
                 total = tl.dot(weights, tl.trans(xs), total, input_precision=PRECISION)
             if SCALE_WEIGHTS:
                 acc = total
@@ -102,8 +101,8 @@ def w4_tile_kernel(
                 acc += total * scale.to(tl.float32)[:, None]
     acc = tl.trans(acc)
     if SPLIT_K == 1:
-        store_product(acc, out, bias, bias, bias, rows, columns, M, N, stride_out, False, UNSCALED, HAS_BIAS)
+        store_product(acc, out, bias, bias, bias, rows, columns, M, N, stride_out, False, 0, HAS_BIAS)
     else:
         last, acc = join_splits(acc, partial, counters, tile, split, BLOCK_M, BLOCK_N, SPLIT_K)
         if last:
-            store_product(acc, out, bias, bias, bias, rows, columns, M, N, stride_out, False, UNSCALED, HAS_BIAS)
+            store_product(acc, out, bias, bias, bias, rows, columns, M, N, stride_out, False, 0, HAS_BIAS)

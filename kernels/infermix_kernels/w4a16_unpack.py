@@ -35,20 +35,19 @@ def unpack_plane(words, offset, scale, PLANE: tl.constexpr, SCALED: tl.constexpr
 
     `offset` holds minus (constant + zero point), see `offset_of`; `scale` is ignored unless SCALED. Both broadcast.
     """
-    dtype: tl.constexpr = offset.dtype
     if ASM:
-        brain: tl.constexpr = dtype == tl.bfloat16
+        brain: tl.constexpr = offset.dtype == tl.bfloat16
         if SCALED:
             return tl.inline_asm_elementwise(
                 unpack_asm(PLANE, brain, True), "=r,r,r,r,r", [words, offset, scale],
-                dtype=dtype, is_pure=True, pack=2,
+                dtype=offset.dtype, is_pure=True, pack=2,
             )  # fmt: skip
         else:
             return tl.inline_asm_elementwise(
-                unpack_asm(PLANE, brain, False), "=r,r,r,r", [words, offset], dtype=dtype, is_pure=True, pack=2
+                unpack_asm(PLANE, brain, False), "=r,r,r,r", [words, offset], dtype=offset.dtype, is_pure=True, pack=2
             )
     else:
-        values = ((words >> (4 * PLANE)) & 15).to(dtype) + offset
+        values = ((words >> (4 * PLANE)) & 15).to(offset.dtype) + offset
         return values * scale if SCALED else values
 
 

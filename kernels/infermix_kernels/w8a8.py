@@ -101,11 +101,13 @@ def w8a8_linear(
     `scratch` is room for the quantized x: (int8 `[M, K]`, fp32 `[M]`). Products are summed exactly, in int32.
     """
     require_floats(x=x)
+    require(weight.dtype == torch.int8, f"weight is {weight.dtype}, must be int8")
     require(weight_scale.dim() == 1, "weight_scale must be [N]")
+    out = new_output(x, weight.shape[0], x.dtype, out)
+    check_product(x, weight, out, None, weight_scale, bias)
     quantized, x_scale = quantize_rows(
         x, torch.int8, out=scratch and scratch[0], scales=scratch and scratch[1], pdl=pdl
     )
-    out = new_output(x, weight.shape[0], x.dtype, out)
     int8_product(quantized, x_scale, weight, weight_scale, bias, out=out, workspace=workspace, launch=launch, pdl=pdl)
     return out
 

@@ -1,0 +1,139 @@
+"""Compiles the operators for sm_90, as a decode or prefill step of an 8B shape launches them; one JSON line each."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from compile_launches import compile_launches
+from infermix_kernels import (
+    activation,
+    fp8,
+    gemv,
+    greedy,
+    kv_write,
+    norm,
+    rotary,
+    sampling,
+    softmax,
+    w4a16,
+    w8a8,
+    w8a16,
+)
+from infermix_kernels.matmul_launch import MatmulLaunch, MatmulWorkspace
+from infermix_kernels.pack import PackedW4
+from torch import Tensor
+
+BF16, FP32, INT8, FP8, INT64 = torch.bfloat16, torch.float32, torch.int8, torch.float8_e4m3fn, torch.int64
+N, K = 6144, 4096
+
+
+def tensor(*shape: int, of: torch.dtype = BF16) -> Tensor:
+    return torch.empty(shape, dtype=of, device="meta")
+
+
+def packed(zeros: bool = False) -> PackedW4:
+    scales = tensor(K // 128, N)
+    return PackedW4(tensor(N, K // 8, of=torch.int32), scales, scales.to(torch.uint8) if zeros else None, K, 128)
+
+
+def table() -> rotary.RotaryTable:
+    return rotary.RotaryTable(tensor(8192, 64), tensor(8192, 64))
+
+
+def write(num_tokens: int, pool: torch.dtype = BF16, pdl: bool = False) -> None:
+    pools = [tensor(101, 16, 8, 128, of=pool) for _ in range(2)]
+    scales = [None if pool == BF16 else tensor(101, 16, 8, of=FP32) for _ in range(2)]
+    new = [tensor(num_tokens, 8, 128) for _ in range(2)]
+    index = tensor(num_tokens, of=INT64)
+    kv_write.write_kv(
+        new[0], new[1], pools[0], pools[1], index, key_scales=scales[0], value_scales=scales[1], table=table(),
+        positions=index, q=tensor(num_tokens, 32, 128), pdl=pdl,
+    )  # fmt: skip
+
+
+def sample(rows: int, width: int) -> None:
+    kinds = (FP32, INT64, torch.float64, torch.float64, torch.float64)
+    sampling.sample(tensor(rows, width, of=FP32), *(tensor(rows, of=kind) for kind in kinds))
+
+
+def eight_bits(rows: int, kind: torch.dtype, launch: Any = None, weight_only: bool = False) -> None:
+    linear = w8a16.w8a16_linear if weight_only else w8a8.w8a8_linear if kind == INT8 else fp8.fp8_linear
+    weight, scale, workspace = tensor(N, K, of=kind), tensor(N, of=FP32), MatmulWorkspace.allocate("meta")
+    linear(tensor(rows, K), weight, scale, workspace=workspace, launch=launch)
+
+
+def four_bits(rows: int, zeros: bool = False, launch: Any = None, pdl: bool = False) -> None:
+    workspace = MatmulWorkspace.allocate("meta")
+    w4a16.w4a16_linear(tensor(rows, K), packed(zeros), workspace=workspace, launch=launch, pdl=pdl)
+
+
+def skinny(rows: int, launch: Any = None, pdl: bool = False) -> None:
+    workspace = MatmulWorkspace.allocate("meta")
+    gemv.skinny_linear(tensor(rows, K), tensor(N, K), workspace=workspace, launch=launch, pdl=pdl)
+
+
+def add_norm(rows: int, pdl: bool = False) -> None:
+    norm.add_rms_norm(tensor(rows, 4096), tensor(rows, 4096), tensor(4096), 1e-5, pdl=pdl)
+
+
+DESCRIPTORS = MatmulLaunch(128, 256, 128, 1, 8, 3, swap=False, descriptors=True)
+FAST: dict[str, Callable[[], object]] = {
+    "norm, one row, early start": lambda: add_norm(1, pdl=True),
+    "silu": lambda: activation.silu_and_mul(tensor(64, 28672)),
+    "write_kv, one row, early start": lambda: write(1, pdl=True),
+    "write_kv, fp8": lambda: write(64, FP8),
+    "sample": lambda: sample(8, 49152),
+    "gemv, early start": lambda: skinny(1, pdl=True),
+    "skinny, split": lambda: skinny(8),
+    "w4 gemv, zeros": lambda: four_bits(1, True),
+    "w4 tile, zeros": lambda: four_bits(8, True),
+    "w4 tile, large": lambda: four_bits(512),
+    "int8 gemv": lambda: eight_bits(1, INT8),
+    "fp8 tile": lambda: eight_bits(8, FP8),
+}
+FULL: dict[str, Callable[[], object]] = {
+    "norm, many rows": lambda: add_norm(16384),
+    "layer norm": lambda: norm.layer_norm(tensor(64, 768), tensor(768), tensor(768), 1e-5),
+    "gelu tanh": lambda: activation.gelu_and_mul(tensor(64, 28672)),
+    "gelu erf": lambda: activation.gelu_and_mul(tensor(64, 28672), approximate="none"),
+    "softmax": lambda: softmax.softmax(tensor(64, 49152)),
+    "softmax, short rows": lambda: softmax.softmax(tensor(64, 4096)),
+    "rotary": lambda: rotary.rotary(tensor(64, 32, 128), tensor(64, 8, 128), table(), tensor(64, of=INT64)),
+    "write_kv, int8": lambda: write(64, INT8),
+    "write_kv, many rows": lambda: write(16384),
+    "greedy": lambda: greedy.greedy(tensor(64, 128256)),
+    "sample, large vocabulary": lambda: sample(64, 128256),
+    "skinny, unsplit": lambda: skinny(8, MatmulLaunch(8, 16, 128, 1, 1, 5)),
+    "w4 gemv, early start": lambda: four_bits(1, pdl=True),
+    "w4 tile, 64 rows": lambda: four_bits(64),
+    "w8a16": lambda: eight_bits(8, INT8, weight_only=True),
+    "w8a16, fp8": lambda: eight_bits(8, FP8, weight_only=True),
+    "w8a16, large": lambda: eight_bits(512, INT8, weight_only=True),
+    "int8 tile": lambda: eight_bits(8, INT8),
+    "int8, 64 rows": lambda: eight_bits(64, INT8),
+    "int8, large": lambda: eight_bits(512, INT8),
+    "int8, descriptors": lambda: eight_bits(512, INT8, DESCRIPTORS),
+    "fp8, 64 rows": lambda: eight_bits(64, FP8),
+    "fp8, large": lambda: eight_bits(512, FP8),
+    "fp8, descriptors": lambda: eight_bits(512, FP8, DESCRIPTORS),
+}
+
+
+def main(which: str) -> None:
+    for name, call in (FULL if which == "full" else FAST).items():
+        for compiled in compile_launches(call):
+            row = {"case": name, "kernel": compiled.kernel, "registers": compiled.registers}
+            print(json.dumps(row | {"spills": compiled.spills, "shared": compiled.shared, **_kinds(compiled.ptx)}))
+
+
+def _kinds(ptx: str) -> dict[str, int]:
+    """How many matrix instructions and early-start waits the assembly has."""
+    return {"wgmma": ptx.count("wgmma.mma_async"), "waits": ptx.count("griddepcontrol.wait")}
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
