@@ -22,6 +22,15 @@ class AttentionOptions(Options, frozen=True):
     ] = False
 
 
+class SkinnyLinearOptions(Options, frozen=True):
+    max_rows: Annotated[
+        int, Meta(ge=1, le=16, description="most rows of a product that the kernel takes", extra={"unit": "rows"})
+    ] = 8
+    measure: Annotated[
+        bool, Meta(description="in set-up, keep torch's product for the shapes and row counts where it is faster")
+    ] = True
+
+
 def _attention_needs(options: AttentionOptions, model: ModelFacts, machine: MachineFacts) -> Features:
     """A device without bf16 tensor cores is refused by asking for the first one that has them."""
     needs = {"device:cuda", "view:paged|view:dense", "dtype:float32|dtype:float16|dtype:bfloat16"}
@@ -47,6 +56,47 @@ def _build_attention(options: AttentionOptions, context: None) -> Any:
     from infermix_triton.attention import TritonAttention
 
     return TritonAttention(cache_dir("kernels"), check_block_tables=options.check_block_tables)
+
+
+def _on_cuda(options: Options, model: ModelFacts, machine: MachineFacts) -> Features:
+    return frozenset({"device:cuda", "dtype:float32|dtype:float16|dtype:bfloat16"})
+
+
+def _build_fuse(options: Options, context: None) -> Any:
+    from infermix_triton.fuse import FuseTransform
+
+    return FuseTransform()
+
+
+def _build_skinny_linear(options: SkinnyLinearOptions, context: None) -> Any:
+    from infermix_triton.linear_skinny import SkinnyLinearTransform
+
+    return SkinnyLinearTransform(options.max_rows, measure=options.measure)
+
+
+@hookimpl
+def infermix_transform() -> list[Component]:
+    return [
+        Component(
+            name="fuse",
+            role=Role.TRANSFORM,
+            summary="merged products, norms, rotary, KV write and activations in fused kernels",
+            build=_build_fuse,
+            requires=("torch", "triton"),
+            extra="triton",
+            needs=_on_cuda,
+        ),
+        Component(
+            name="skinny_linear",
+            role=Role.TRANSFORM,
+            summary="linears of few rows in a kernel that reads weights at the speed of memory",
+            build=_build_skinny_linear,
+            options=SkinnyLinearOptions,
+            requires=("torch", "triton"),
+            extra="triton",
+            needs=_on_cuda,
+        ),
+    ]
 
 
 @hookimpl
