@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,10 @@ if TYPE_CHECKING:
 
 
 class PagedSpace:
-    """Block ownership. A full block may have several owners; the partial last one has exactly one."""
+    """Block ownership. A full block may have several owners; the partial last one has exactly one.
+
+    Tables are arrays, not lists: packing copies them into a batch by the thousand.
+    """
 
     fixed_rows = False
     recompute = False
@@ -25,7 +29,7 @@ class PagedSpace:
         self._shape = shape
         self._block_size = shape.block_size
         self._pool = BlockPool(shape.num_blocks)
-        self._tables: dict[int, list[int]] = {}
+        self._tables: dict[int, array[int]] = {}
         self._lengths: dict[int, int] = {}
         self._used_tokens = 0
 
@@ -42,7 +46,7 @@ class PagedSpace:
             if blocks is None:
                 return False
             if table is None:
-                self._tables[seq_id] = blocks
+                self._tables[seq_id] = array("i", blocks)
             else:
                 table.extend(blocks)
         self._lengths[seq_id] = num_tokens
@@ -72,7 +76,7 @@ class PagedSpace:
             return None
         shared = table[:num_full]
         self._pool.incref(shared)
-        self._tables[child_id] = shared + own
+        self._tables[child_id] = shared + array("i", own)
         self._lengths[child_id] = length
         self._used_tokens += partial
         return [(table[num_full], own[0])] if own else []
@@ -92,7 +96,7 @@ class PagedSpace:
     def usage(self) -> KVUsage:
         return KVUsage(self._pool.num_used * self._block_size, self._used_tokens, self._shape.capacity_tokens)
 
-    def _give_back(self, blocks: list[int], first_index: int, length: int) -> None:
+    def _give_back(self, blocks: Sequence[int], first_index: int, length: int) -> None:
         """Drop blocks `first_index`... of a sequence of `length` tokens; only freed ones stop counting as used."""
         if not blocks:
             return

@@ -33,7 +33,8 @@ def _mutant(role: Role, name: str, part: Any, **changes: Any) -> Component:
 
 class _LeakySpace(PagedSpace):
     def release(self, seq_id: int) -> None:
-        self._tables.get(seq_id, [])[1:2] = []
+        if seq_id in self._tables:
+            del self._tables[seq_id][1:2]
         super().release(seq_id)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -45,7 +47,7 @@ def pack(
     starts = np.concatenate(([0], np.cumsum(query)))
     owner = np.repeat(np.arange(len(entries)), query)
     positions = np.arange(starts[-1]) + (computed - starts[:-1])[owner]
-    ids = np.concatenate([np.asarray(entry.token_ids, np.int64) for entry in entries])
+    ids = np.fromiter(chain.from_iterable(entry.token_ids for entry in entries), np.int64, int(starts[-1]))
     numbers = range(max(shape.group_tables, default=0) + 1)
     tables = [_block_tables(entries, context, space, shape, number) for number in numbers]
     slots = [_slots(table, owner, positions, shape.block_size) for table in tables]
@@ -79,15 +81,18 @@ def _block_tables(
     entries: Sequence[PackEntry], context: np.ndarray, space: KVSpace, shape: KVShape, number: int
 ) -> np.ndarray:
     """`[B, W]`, wide enough for the longest context, the sink block behind each sequence's last block."""
-    widths = -(-context // shape.block_size)
-    table = np.full((len(entries), int(widths.max())), shape.sink_block, np.int64)
-    for row, (entry, width) in enumerate(zip(entries, widths.tolist(), strict=True)):
-        table[row, :width] = space.block_table(entry.seq_id, number)[:width]
-    return table
+    widths = (-(-context // shape.block_size)).tolist()
+    columns = max(widths)
+    # Slices between arrays of one type are plain memory copies, several times cheaper than numpy's conversion.
+    flat = array("i", [shape.sink_block]) * (len(entries) * columns)
+    for first, (entry, width) in zip(range(0, len(flat), columns), zip(entries, widths, strict=True), strict=True):
+        blocks = space.block_table(entry.seq_id, number)[:width]
+        flat[first : first + width] = blocks if isinstance(blocks, array) else array("i", blocks)
+    return np.frombuffer(flat, np.int32).reshape(len(entries), columns)
 
 
 def _slots(table: np.ndarray, owner: np.ndarray, positions: np.ndarray, block_size: int) -> np.ndarray:
-    return table[owner, positions // block_size] * block_size + positions % block_size
+    return table[owner, positions // block_size].astype(np.int64) * block_size + positions % block_size
 
 
 def _to_device(arrays: Sequence[np.ndarray], dtype: type, device: torch.device) -> list[torch.Tensor]:
