@@ -56,9 +56,7 @@ def load_catalogue(extra: Mapping[str, Any] | None = None) -> Catalogue:
     return Catalogue(components, errors)
 
 
-def _register_entry_points(
-    manager: pluggy.PluginManager, provenances: dict[str, Provenance]
-) -> dict[str, str]:
+def _register_entry_points(manager: pluggy.PluginManager, provenances: dict[str, Provenance]) -> dict[str, str]:
     errors: dict[str, str] = {}
     seen: set[tuple[str, str]] = set()
     for point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):

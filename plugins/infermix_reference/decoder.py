@@ -35,9 +35,7 @@ class AutoregressiveDecoder:
     def collect(self, ticket: Ticket) -> list[Emission]:
         if ticket.ready is not None:
             ticket.ready.synchronize()
-        return [
-            Emission(seq, (token,)) for seq, token in zip(ticket.sequences, ticket.ids.tolist(), strict=True)
-        ]
+        return [Emission(seq, (token,)) for seq, token in zip(ticket.sequences, ticket.ids.tolist(), strict=True)]
 
     def _to_host(self, forward: Forward, ids: Tensor) -> Ticket:
         if not ids.is_cuda:

@@ -29,7 +29,12 @@ def busy_step(num_waiting: int, packed: bool) -> Callable[[], None]:
     def step() -> None:
         plan = scheduler.schedule(space, 0.0)
         if packed:
-            pack([PackEntry(e.sequence.seq_id, (1,), e.sequence.num_computed) for e in plan.entries], space, shape, "cpu")
+            pack(
+                [PackEntry(e.sequence.seq_id, (1,), e.sequence.num_computed) for e in plan.entries],
+                space,
+                shape,
+                "cpu",
+            )
         for entry in plan.entries:
             entry.sequence.num_computed += entry.num_new_tokens
             entry.sequence.num_inflight += 1

@@ -17,7 +17,7 @@ _TUNED_ROWS = 8
 
 
 class PackedLinear(nn.Module):
-    """`nn.Linear` with a packed copy of its weight; the plain weight is let go unless it is tied to another module."""
+    """`nn.Linear` with a packed copy of its weight; the plain weight is let go unless another module shares it."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ def pack_linears(model: nn.Module) -> dict[str, int]:
 def _checked(linear: nn.Linear) -> PackedLinear:
     weight = linear.weight
     if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16):
-        raise Unsupported(f"packed linears need float32 or bfloat16 on the CPU, not {weight.dtype} on {weight.device}")
+        raise Unsupported(f"packed linears need float32 or bfloat16 on cpu, not {weight.dtype} on {weight.device}")
     packed = PackedLinear(linear)
     x = torch.randn(2, linear.in_features, generator=torch.Generator().manual_seed(0)).to(weight.dtype)
     expected, got = linear(x).double(), packed(x).double()

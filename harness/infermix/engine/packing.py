@@ -98,13 +98,13 @@ def _slots(table: np.ndarray, owner: np.ndarray, positions: np.ndarray, block_si
 def _to_device(arrays: Sequence[np.ndarray], dtype: type, device: torch.device) -> list[torch.Tensor]:
     """Move several arrays in one copy; returns views of one device tensor, in the shapes given."""
     align = _ALIGNED_BYTES // np.dtype(dtype).itemsize
-    starts = np.cumsum([0, *(-(-array.size // align) * align for array in arrays)]).tolist()
+    starts = np.cumsum([0, *(-(-part.size // align) * align for part in arrays)]).tolist()
     kind = torch.int64 if dtype is np.int64 else torch.int32
     host = torch.empty(starts[-1], dtype=kind, pin_memory=device.type == "cuda")
     flat = host.numpy()
-    for start, array in zip(starts[:-1], arrays, strict=True):
-        flat[start : start + array.size] = array.reshape(-1)
+    for start, part in zip(starts[:-1], arrays, strict=True):
+        flat[start : start + part.size] = part.reshape(-1)
     moved = host.to(device, non_blocking=True)
     return [
-        moved[start : start + array.size].view(array.shape) for start, array in zip(starts[:-1], arrays, strict=True)
+        moved[start : start + part.size].view(part.shape) for start, part in zip(starts[:-1], arrays, strict=True)
     ]

@@ -69,9 +69,7 @@ class Scorer:
 
     def _open(self, number: int, request: ScoreRequest) -> _Text:
         if request.protocol not in ("prefill", "decode"):
-            raise UserError(
-                f"no scoring protocol is called {request.protocol!r}", hint="known: decode, prefill"
-            )
+            raise UserError(f"no scoring protocol is called {request.protocol!r}", hint="known: decode, prefill")
         if not 1 <= request.first < len(request.token_ids):
             raise UserError(
                 f"cannot score tokens {request.first} to {len(request.token_ids) - 1}",
