@@ -13,7 +13,7 @@ from torch import Tensor
 
 from infermix_kernels import attention_tile as tile
 from infermix_kernels.attention_quantized import FP8, INT8, PLAIN
-from infermix_kernels.launch import Launch, ShapeClass
+from infermix_kernels.launch import Launch, ShapeClass, converts_fp8
 
 _FORMATS = {torch.int8: INT8.value, torch.float8_e4m3fn: FP8.value}
 
@@ -123,7 +123,7 @@ class Call:
     def block_size(self) -> int:
         return 0 if self.block_tables is None else self.keys.shape[1]
 
-    def shape_class(self, kernel: str, rows: int) -> ShapeClass:
+    def shape_class(self, kernel: str, rows: int, crowded: bool = True) -> ShapeClass:
         return ShapeClass(
             "split" if kernel == "split" else "prefill",
             self.q.element_size(),
@@ -132,6 +132,7 @@ class Call:
             triton.next_power_of_2(self.values.shape[3]),
             rows,
             self.block_size,
+            crowded,
         )
 
     def strides(self) -> tuple[int, ...]:
@@ -165,7 +166,7 @@ class Call:
             "FORMAT": _FORMATS.get(self.values.dtype, PLAIN.value),
             "COMPUTE": tl.float32 if self.q.dtype == torch.float32 else tl.float16,
             "PRECISION": "ieee" if self.q.dtype == torch.float32 else "tf32",
-            "NATIVE": not triton.knobs.runtime.interpret,
+            "NATIVE": not triton.knobs.runtime.interpret and converts_fp8(self.q.device),
             "WIDE": max(pool.shape[0] * pool.stride(0) for pool in self.pools()) >= 1 << 31,
             "SAME_STRIDES": self.keys.stride() == self.values.stride(),
             "num_warps": launch.num_warps,

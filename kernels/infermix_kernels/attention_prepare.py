@@ -108,10 +108,11 @@ def _prepare_split(
     launch: Launch | None,
 ) -> Prepared:
     rows = min(max(16, triton.next_power_of_2(max_query_len * call.group)), _MAX_SPLIT_ROWS)
-    launch = launch or _find(launches, call.shape_class("split", rows))
-    geometry = fold(call.q.shape[1], call.keys.shape[2], launch.block_rows)
-    row_tiles = -(-max_query_len // geometry.tokens)
-    units = call.num_seqs * row_tiles * geometry.head_tiles
+    if launch is None:
+        units, _, _ = _units(call, rows, max_query_len)
+        crowded = 2 * units > num_multiprocessors(call.q.device)
+        launch = _find(launches, call.shape_class("split", rows, crowded))
+    units, row_tiles, geometry = _units(call, launch.block_rows, max_query_len)
     splits = num_splits(units, max_context_len, launch, call.q.device)
     value_dim = max(16, call.values.shape[3])
     if splits > 1 and workspace is None:
@@ -137,7 +138,9 @@ def _prepare_split(
     )
     pdl = overlaps_launches(call.q.device)
     constants = call.constants(launch, geometry, rules)
-    constants |= {"TREE": rules.tree_mask is not None, "SPLIT": splits > 1, "PDL": pdl and splits > 1}
+    constants |= {"TREE": rules.tree_mask is not None, "SPLIT": splits > 1, "PDL": pdl}
+    if pdl:
+        constants["launch_pdl"] = True
     grid = (geometry.head_tiles * splits, call.num_seqs * row_tiles)
     then = (
         None
@@ -145,6 +148,13 @@ def _prepare_split(
         else _prepare_combine(call, rules, used, geometry, (row_tiles, splits), constants, launch)
     )
     return Prepared(split_kernel, grid, arguments, constants, launch, then)
+
+
+def _units(call: Call, block_rows: int, max_query_len: int) -> tuple[int, int, Geometry]:
+    """Programs without a split, row tiles of a sequence, and how its rows are folded."""
+    geometry = fold(call.q.shape[1], call.keys.shape[2], block_rows)
+    row_tiles = -(-max_query_len // geometry.tokens)
+    return call.num_seqs * row_tiles * geometry.head_tiles, row_tiles, geometry
 
 
 def _prepare_combine(

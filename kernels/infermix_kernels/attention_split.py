@@ -107,11 +107,14 @@ def split_kernel(
     """Grid: (head tiles x splits, heads first so that neighbours read the same tokens; sequences x row tiles).
 
     A sequence is cut into as many equal runs of whole tiles as there are splits, fewer when it is short. One run is
-    written out at once; of several, each leaves its partial result in its slot for `combine_kernel`.
+    written out at once; of several, each leaves its partial result in its slot for `combine_kernel`. PDL: this kernel
+    and the next may be launched while the one before drains, and wait here for its results.
     """
     TOKENS: tl.constexpr = BLOCK_M // HEADS
     if SAME_STRIDES:
         stride_vb, stride_vt = stride_kb, stride_kt
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     head_tile = tl.program_id(0) % head_tiles
     split = tl.program_id(0) // head_tiles
     seq = tl.program_id(1) // row_tiles
@@ -287,6 +290,7 @@ def combine_kernel(
     token = row_tile * TOKENS + row // HEADS
     if PDL:
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     if (active > 1) & (token < query_len):
         runs = tl.arange(0, PAD_SPLITS)
         dims = tl.arange(0, PAD_V)

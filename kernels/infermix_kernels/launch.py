@@ -44,7 +44,10 @@ class Launch:
 
 @dataclass(frozen=True)
 class ShapeClass:
-    """What launch parameters depend on. Head dimensions are padded to powers of two, `rows` too; sizes in bytes."""
+    """What launch parameters depend on. Head dimensions are padded to powers of two, `rows` too; sizes in bytes.
+
+    `crowded` says that without a split there would be a program for every second multiprocessor at least.
+    """
 
     kernel: Literal["split", "prefill"]
     element_bytes: int
@@ -53,12 +56,13 @@ class ShapeClass:
     value_dim: int
     rows: int
     block_size: int
+    crowded: bool = True
 
     @property
     def key(self) -> str:
         return (
             f"{self.kernel} q{self.element_bytes} kv{self.kv_bytes} dim{self.key_dim}x{self.value_dim} "
-            f"rows{self.rows} block{self.block_size}"
+            f"rows{self.rows} block{self.block_size}{'' if self.crowded else ' few'}"
         )
 
 
@@ -71,19 +75,23 @@ def default_launch(shape: ShapeClass) -> Launch:
         return _default_split(shape, widest)
     if widest > 128 or shape.kv_bytes == 1:
         return Launch(128, 64, 8, 2)
+    if widest <= 64:
+        return Launch(128, 64, 4, 3)
     described = shape.block_size % 64 == 0
     return Launch(128, 64, 8, 2, max_registers=128, described=described)
 
 
 def _default_split(shape: ShapeClass, widest: int) -> Launch:
     """Enough tiles in flight to cover the latency of memory, enough programs to keep every multiprocessor busy."""
+    if shape.kv_bytes == 1:
+        return Launch(shape.rows, 128 if shape.rows <= 32 else 64, 4, 3, 2)
     if widest > 128:
         return Launch(shape.rows, 32, 4, 3, 2)
-    if shape.kv_bytes == 1:
-        return Launch(shape.rows, 128 if shape.rows <= 32 else 64, 4, 3, 4)
-    if shape.rows <= 32:
-        return Launch(shape.rows, 128, 8, 2, 2)
-    return Launch(shape.rows, 64, 8 if shape.rows >= 128 else 4, 3, 4)
+    if shape.rows > 16:
+        return Launch(shape.rows, 64, 8 if shape.rows >= 128 else 4, 3, 2)
+    if widest <= 64:
+        return Launch(shape.rows, 128, 4, 2, 4)
+    return Launch(shape.rows, 64, 4, 4, 2) if shape.crowded else Launch(shape.rows, 128, 8, 3, 1)
 
 
 def candidates(shape: ShapeClass) -> Iterator[Launch]:
@@ -113,6 +121,12 @@ def num_multiprocessors(device: torch.device) -> int:
 def overlaps_launches(device: torch.device) -> bool:
     """Whether a kernel may be launched while the one that it depends on drains (compute capability 9.0)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+@cache
+def converts_fp8(device: torch.device) -> bool:
+    """Whether the device has instructions for e4m3 (compute capability 8.9); assumed when compiling for none."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def machine_name(device: torch.device) -> str:

@@ -27,6 +27,8 @@ CASES = [
     Case("decode int8", (1, 1), (50, 7), dtype=FP16, kv=INT8, launch=SPLIT),
     Case("decode int8, scales in fp16, dense", (1,), (50,), kv=INT8, scale_dtype=FP16, block_size=0, launch=SPLIT),
     Case("decode fp8", (1, 1), (50, 7), kv=FP8, launch=SPLIT),
+    Case("int8 in wide tiles", (33, 2), (50, 7), kv=INT8, launch=(64, 32, 4, 2, 2)),
+    Case("fp8 in wide tiles", (33, 2), (50, 7), kv=FP8, dims=(64, 32), launch=(64, 32, 4, 2, 1)),
     Case("verification", (4, 1, 3), (50, 1, 3), launch=SPLIT),
     Case("verification window over several row tiles", (9, 12), (50, 12), rules={"window": 7}, launch=SPLIT),
     Case("tree", (6, 3), (41, 3), tree=True, launch=SPLIT),
