@@ -18,7 +18,7 @@ from infermix_kernels.launch import Launch, ShapeClass, converts_fp8
 _FORMATS = {torch.int8: INT8.value, torch.float8_e4m3fn: FP8.value}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Workspace:
     """Partial results of split contexts: `sums`, `stats`, fp32.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -9,45 +11,49 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 QUANTIZED = (torch.int8, torch.float8_e4m3fn)
 MAX_HEAD_DIM = 256
 MAX_TREE_QUERY = 64
+_REQUIRED = ("q", "keys", "values", "cu_seqlens", "context_lens")
 
 
 def check_arguments(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    cu_seqlens_q: Tensor,
-    context_lens: Tensor,
-    block_tables: Tensor | None,
-    *,
-    max_context_len: int,
-    max_query_len: int,
-    window: int | None,
-    sinks: Tensor | None,
-    tree_mask: Tensor | None,
-    scales: tuple[Tensor | None, Tensor | None],
+    tensors: Mapping[str, Tensor | None], max_query_len: int, max_context_len: int, window: int | None
 ) -> None:
-    """Raises `ValueError` with the argument's name. Cheap: no device read."""
+    """Raises `ValueError` with the argument's name. No device read; `tensors` are named as the kernels name them."""
+    q, keys, values, cu_seqlens_q, context_lens = (_present(tensors, name) for name in _REQUIRED)
+    scales = (tensors["key_scales"], tensors["value_scales"])
     _check_pools(q, keys, values, scales)
     _check_lengths(cu_seqlens_q, context_lens, max_query_len, max_context_len)
-    num_seqs = context_lens.shape[0]
-    if block_tables is None:
-        _require(keys.shape[0] >= num_seqs, f"{num_seqs} sequences, but {keys.shape[0]} dense rows")
-        _require(keys.shape[1] >= max_context_len, f"rows of {keys.shape[1]} tokens, context {max_context_len}")
-    else:
-        _check_index("block_tables", block_tables, 2)
-        _require(block_tables.shape[0] >= num_seqs, "block_tables has fewer rows than context_lens")
-        reach = block_tables.shape[1] * keys.shape[1]
-        _require(reach >= max_context_len, f"block_tables reach {reach} tokens, max_context_len is {max_context_len}")
+    _check_reach(keys, tensors["tables"], context_lens.shape[0], max_context_len)
     if window is not None:
         _require(window >= 1, f"window is {window}, must be at least 1")
+    sinks, tree_mask, out = tensors["sinks"], tensors["tree_mask"], tensors["out"]
     if sinks is not None:
         _require(sinks.shape == q.shape[1:2], f"sinks has shape {tuple(sinks.shape)}, must be [{q.shape[1]}]")
         _require(sinks.is_contiguous(), "sinks must be contiguous")
     if tree_mask is not None:
         _check_tree(tree_mask, q.shape[0], max_query_len, window)
-    tensors = (keys, values, cu_seqlens_q, context_lens, block_tables, sinks, tree_mask, *scales)
-    for tensor in tensors:
+    if out is not None:
+        wanted = (*q.shape[:2], values.shape[3])
+        _require(out.shape == wanted, f"out has shape {tuple(out.shape)}, must be {list(wanted)}")
+        _require(out.is_contiguous() and out.dtype == q.dtype, f"out must be contiguous {q.dtype}")
+    for tensor in tensors.values():
         _require(tensor is None or tensor.device == q.device, f"tensors on {q.device} and on another device")
+
+
+def _present(tensors: Mapping[str, Tensor | None], name: str) -> Tensor:
+    tensor = tensors[name]
+    assert tensor is not None
+    return tensor
+
+
+def _check_reach(keys: Tensor, block_tables: Tensor | None, num_seqs: int, max_context_len: int) -> None:
+    if block_tables is None:
+        _require(keys.shape[0] >= num_seqs, f"{num_seqs} sequences, but {keys.shape[0]} dense rows")
+        _require(keys.shape[1] >= max_context_len, f"rows of {keys.shape[1]} tokens, context {max_context_len}")
+        return
+    _check_index("block_tables", block_tables, 2)
+    _require(block_tables.shape[0] >= num_seqs, "block_tables has fewer rows than context_lens")
+    reach = block_tables.shape[1] * keys.shape[1]
+    _require(reach >= max_context_len, f"block_tables reach {reach} tokens, max_context_len is {max_context_len}")
 
 
 def _check_pools(q: Tensor, keys: Tensor, values: Tensor, scales: tuple[Tensor | None, Tensor | None]) -> None:

@@ -84,7 +84,7 @@ def default_launch(shape: ShapeClass) -> Launch:
 def _default_split(shape: ShapeClass, widest: int) -> Launch:
     """Enough tiles in flight to cover the latency of memory, enough programs to keep every multiprocessor busy."""
     if shape.kv_bytes == 1:
-        return Launch(shape.rows, 128 if shape.rows <= 32 else 64, 4, 3, 2)
+        return Launch(shape.rows, 128, 4, 3, 2, 168) if shape.rows <= 16 else Launch(shape.rows, 64, 4, 3, 2)
     if widest > 128:
         return Launch(shape.rows, 32, 4, 3, 2)
     if shape.rows > 16:

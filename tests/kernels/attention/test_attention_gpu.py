@@ -111,6 +111,25 @@ def test_splits_give_the_same_bits_every_time() -> None:
         assert torch.equal(paged_attention(**arguments), first)
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("decode", **DECODE, heads=(8, 2), dims=(64, 64), dtype=BF16),
+        Case("prefill", **PREFILL, heads=(32, 8), dims=(128, 128), dtype=BF16),
+        Case("copy engine", **PREFILL, heads=(32, 8), dims=(128, 128), dtype=BF16, block_size=64),
+        Case("int8", **VERIFY, heads=(8, 2), dims=(64, 64), dtype=BF16, kv=INT8),
+        Case("sinks", **DECODE, heads=(8, 2), dims=(64, 64), dtype=BF16, sinks=True, rules={"window": 50}),
+    ],
+    ids=str,
+)
+def test_a_repeated_call_reads_its_own_tensors(case: Case) -> None:
+    workspace = Workspace.allocate("cuda")
+    for seed in range(3):
+        arguments = build(case, seed=seed, device="cuda")
+        out = paged_attention(**arguments, workspace=workspace)
+        assert error(out, expected(arguments)) < TOLERANCE[BF16]
+
+
 def _changed(arguments: dict[str, Any], case: Case, contexts: tuple[int, ...]) -> Tensor:
     """Shorter contexts in the same tensors, as a captured step sees them; returns what must come out."""
     arguments["context_lens"].copy_(torch.tensor(contexts, dtype=torch.int32))

@@ -70,6 +70,8 @@ def _arguments() -> dict[str, object]:
         ({"tree_mask": torch.zeros(4, dtype=torch.int64), "max_query_len": 65}, "at most 64"),
         ({"key_scales": torch.zeros(5, 16, 2)}, "scales are given"),
         ({"keys": torch.zeros(5, 16, 2, 32, dtype=torch.int8)}, "keys are torch.int8, values torch.float32"),
+        ({"out": torch.zeros(4, 4, 16)}, "out has shape"),
+        ({"out": torch.zeros(4, 4, 32, dtype=torch.float16)}, "out must be contiguous"),
         ({"sinks": torch.zeros(4, device="meta")}, "another device"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
