@@ -13,8 +13,10 @@ from torch import Tensor
 
 from infermix_kernels import attention_tile as tile
 from infermix_kernels.attention_quantized import FP8, INT8, PLAIN
-from infermix_kernels.launch import Launch, ShapeClass, converts_fp8
+from infermix_kernels.launch import Launch, ShapeClass, converts_fp8, num_multiprocessors
 
+#: Rows of the largest tile of the split kernel.
+MAX_SPLIT_ROWS = 128
 _FORMATS = {torch.int8: INT8.value, torch.float8_e4m3fn: FP8.value}
 
 
@@ -134,6 +136,18 @@ class Call:
             self.block_size,
             crowded,
         )
+
+    def split_class(self, max_query_len: int) -> ShapeClass:
+        """The class of this call when its contexts are split."""
+        rows = min(max(16, triton.next_power_of_2(max_query_len * self.group)), MAX_SPLIT_ROWS)
+        units, _, _ = self.units(rows, max_query_len)
+        return self.shape_class("split", rows, crowded=2 * units > num_multiprocessors(self.q.device))
+
+    def units(self, block_rows: int, max_query_len: int) -> tuple[int, int, Geometry]:
+        """Programs without a split, row tiles of a sequence, and how its rows are folded."""
+        geometry = fold(self.q.shape[1], self.keys.shape[2], block_rows)
+        row_tiles = -(-max_query_len // geometry.tokens)
+        return self.num_seqs * row_tiles * geometry.head_tiles, row_tiles, geometry
 
     def strides(self) -> tuple[int, ...]:
         scales = self.scales[0]

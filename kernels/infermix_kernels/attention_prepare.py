@@ -10,7 +10,16 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from infermix_kernels import attention_tile as tile
-from infermix_kernels.attention_call import Call, Geometry, Prepared, Rules, Workspace, addressing, fold
+from infermix_kernels.attention_call import (
+    MAX_SPLIT_ROWS,
+    Call,
+    Geometry,
+    Prepared,
+    Rules,
+    Workspace,
+    addressing,
+    fold,
+)
 from infermix_kernels.attention_prefill import prefill_kernel
 from infermix_kernels.attention_split import combine_kernel, split_kernel
 from infermix_kernels.launch import (
@@ -22,8 +31,6 @@ from infermix_kernels.launch import (
     overlaps_launches,
 )
 
-#: Rows of the largest tile of the split kernel.
-_MAX_SPLIT_ROWS = 128
 _MAX_SPLITS = 64
 
 
@@ -31,13 +38,13 @@ def _find(launches: LaunchTable | None, shape: ShapeClass) -> Launch:
     return default_launch(shape) if launches is None else launches.find(shape)
 
 
-def _splits_pay(call: Call, max_query_len: int, max_context_len: int, tree: bool) -> bool:
+def splits_pay(call: Call, max_query_len: int, max_context_len: int, tree: bool) -> bool:
     """Rows of a sequence fit one tile, or long queries would leave most of the device idle over a long context."""
     if tree or max_query_len * call.group <= 64:
         return True
     if max_context_len < 1024:
         return False
-    programs = call.num_seqs * call.keys.shape[2] * -(-max_query_len * call.group // _MAX_SPLIT_ROWS)
+    programs = call.num_seqs * call.keys.shape[2] * -(-max_query_len * call.group // MAX_SPLIT_ROWS)
     return 2 * programs <= num_multiprocessors(call.q.device)
 
 
@@ -50,7 +57,7 @@ def prepare(
     launch: Launch | None = None,
 ) -> Prepared:
     """Choose kernel, grid and constants. `bounds` are the longest query and the longest context."""
-    if _splits_pay(call, *bounds, rules.tree_mask is not None):
+    if splits_pay(call, *bounds, rules.tree_mask is not None):
         return _prepare_split(call, rules, *bounds, workspace, launches, launch)
     return _prepare_prefill(call, rules, launches, launch)
 
@@ -107,12 +114,9 @@ def _prepare_split(
     launches: LaunchTable | None,
     launch: Launch | None,
 ) -> Prepared:
-    rows = min(max(16, triton.next_power_of_2(max_query_len * call.group)), _MAX_SPLIT_ROWS)
     if launch is None:
-        units, _, _ = _units(call, rows, max_query_len)
-        crowded = 2 * units > num_multiprocessors(call.q.device)
-        launch = _find(launches, call.shape_class("split", rows, crowded))
-    units, row_tiles, geometry = _units(call, launch.block_rows, max_query_len)
+        launch = _find(launches, call.split_class(max_query_len))
+    units, row_tiles, geometry = call.units(launch.block_rows, max_query_len)
     splits = num_splits(units, max_context_len, launch, call.q.device)
     value_dim = max(16, call.values.shape[3])
     if splits > 1 and workspace is None:
@@ -142,19 +146,10 @@ def _prepare_split(
     if pdl:
         constants["launch_pdl"] = True
     grid = (geometry.head_tiles * splits, call.num_seqs * row_tiles)
-    then = (
-        None
-        if used is None
-        else _prepare_combine(call, rules, used, geometry, (row_tiles, splits), constants, launch)
-    )
+    then = None
+    if used is not None:
+        then = _prepare_combine(call, rules, used, geometry, (row_tiles, splits), constants, launch)
     return Prepared(split_kernel, grid, arguments, constants, launch, then)
-
-
-def _units(call: Call, block_rows: int, max_query_len: int) -> tuple[int, int, Geometry]:
-    """Programs without a split, row tiles of a sequence, and how its rows are folded."""
-    geometry = fold(call.q.shape[1], call.keys.shape[2], block_rows)
-    row_tiles = -(-max_query_len // geometry.tokens)
-    return call.num_seqs * row_tiles * geometry.head_tiles, row_tiles, geometry
 
 
 def _prepare_combine(

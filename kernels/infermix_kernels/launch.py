@@ -73,7 +73,9 @@ def default_launch(shape: ShapeClass) -> Launch:
         return Launch(min(shape.rows, 32), 32, 4, 2)
     if shape.kernel == "split":
         return _default_split(shape, widest)
-    if widest > 128 or shape.kv_bytes == 1:
+    if shape.kv_bytes == 1:
+        return Launch(128, 64, 8, 3 if widest <= 128 else 2)
+    if widest > 128:
         return Launch(128, 64, 8, 2)
     if widest <= 64:
         return Launch(128, 64, 4, 3)
@@ -84,7 +86,7 @@ def default_launch(shape: ShapeClass) -> Launch:
 def _default_split(shape: ShapeClass, widest: int) -> Launch:
     """Enough tiles in flight to cover the latency of memory, enough programs to keep every multiprocessor busy."""
     if shape.kv_bytes == 1:
-        return Launch(shape.rows, 128, 4, 3, 2, 168) if shape.rows <= 16 else Launch(shape.rows, 64, 4, 3, 2)
+        return _default_quantized(shape)
     if widest > 128:
         return Launch(shape.rows, 32, 4, 3, 2)
     if shape.rows > 16:
@@ -94,6 +96,12 @@ def _default_split(shape: ShapeClass, widest: int) -> Launch:
     return Launch(shape.rows, 64, 4, 4, 2) if shape.crowded else Launch(shape.rows, 128, 8, 3, 1)
 
 
+def _default_quantized(shape: ShapeClass) -> Launch:
+    if shape.rows > 16:
+        return Launch(shape.rows, 64, 4, 3, 2)
+    return Launch(16, 64, 2, 3, 8, 200) if shape.crowded else Launch(16, 128, 4, 3, 2)
+
+
 def candidates(shape: ShapeClass) -> Iterator[Launch]:
     """What `tune` tries: every combination that fits into shared memory."""
     prefill = shape.kernel == "prefill"
@@ -101,7 +109,7 @@ def candidates(shape: ShapeClass) -> Iterator[Launch]:
     aims = (1,) if prefill else (2, 4, 8)
     registers = (0, 128) if prefill else (0,)
     described = (False, True) if prefill and shape.kv_bytes == 2 else (False,)
-    for block_rows, tokens, warps, stages in itertools.product(rows, (32, 64, 128), (4, 8), (2, 3, 4)):
+    for block_rows, tokens, warps, stages in itertools.product(rows, (32, 64, 128), (2, 4, 8), (2, 3, 4)):
         per_token = shape.kv_bytes * (shape.key_dim + shape.value_dim)
         if tokens * per_token * stages + block_rows * shape.key_dim * shape.element_bytes > _SHARED_BYTES:
             continue

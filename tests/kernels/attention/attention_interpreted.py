@@ -26,6 +26,7 @@ CASES = [
     Case("decode softcap and sinks", (1, 1), (40, 3), rules={"softcap": 2.0}, sinks=True, launch=SPLIT),
     Case("decode int8", (1, 1), (50, 7), dtype=FP16, kv=INT8, launch=SPLIT),
     Case("decode int8, scales in fp16, dense", (1,), (50,), kv=INT8, scale_dtype=FP16, block_size=0, launch=SPLIT),
+    Case("decode int8, scales by head", (1, 1), (50, 7), kv=INT8, scales_by_head=True, launch=SPLIT),
     Case("decode fp8", (1, 1), (50, 7), kv=FP8, launch=SPLIT),
     Case("int8 in wide tiles", (33, 2), (50, 7), kv=INT8, launch=(64, 32, 4, 2, 2)),
     Case("fp8 in wide tiles", (33, 2), (50, 7), kv=FP8, dims=(64, 32), launch=(64, 32, 4, 2, 1)),

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,31 +11,22 @@ import torch
 pytest.importorskip("triton")
 from attention_cases import Case, build
 from infermix_kernels.attention import pack_tree_mask, paged_attention
+from infermix_kernels.attention_tune import ModelShape, tune_attention
 from infermix_kernels.launch import Launch, LaunchTable, ShapeClass, candidates, tune
+from run_python import run_python
 
 FOLDER = Path(__file__).parent
 SHAPE = ShapeClass("split", 2, 2, 128, 128, 16, 16)
 
 
-def _run(arguments: list[str], **environment: str) -> str:
-    """A Python process with this folder on its path; `TRITON_INTERPRET` only as given."""
-    variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    path = os.pathsep.join([str(FOLDER), variables.get("PYTHONPATH", "")])
-    variables |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environment}
-    command = [sys.executable, *arguments]
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    return done.stdout
-
-
 def test_interpreted_kernels_match_the_reference() -> None:
     path = str(FOLDER / "attention_interpreted.py")
-    assert " passed" in _run(["-m", "pytest", "-q", "-p", "no:xdist", path], TRITON_INTERPRET="1")
+    assert " passed" in run_python(["-m", "pytest", "-q", "-p", "no:xdist", path], TRITON_INTERPRET="1")
 
 
 def test_main_configurations_compile_for_sm_90_without_spills() -> None:
     """Registers and spills of every configuration are printed, as `pytest -s` shows."""
-    rows = [json.loads(line) for line in _run([str(FOLDER / "compile_sm90.py")]).splitlines()]
+    rows = [json.loads(line) for line in run_python([str(FOLDER / "compile_sm90.py")]).splitlines()]
     for row in rows:
         print(row)
     assert len(rows) >= 8
@@ -125,6 +113,21 @@ def test_tuned_parameters_are_kept_on_disk_and_found_again(tmp_path: Path) -> No
     assert again.find(SHAPE) == fast != default
     other = ShapeClass("prefill", 2, 2, 128, 128, 128, 16)
     assert again.find(other).block_rows == 128
+
+
+def test_a_model_shape_is_tuned_for_three_kinds_of_work(tmp_path: Path) -> None:
+    shape = ModelShape(
+        num_heads=2, num_kv_heads=1, key_dim=16, value_dim=16, block_size=16, dtype=torch.float32, kv_dtype=torch.int8
+    )
+    device = torch.device("cpu")
+    found = tune_attention(shape, tmp_path, device, measure=lambda call: 1.0)
+    assert [(each.kernel, each.kv_bytes, each.crowded) for each in found] == [
+        ("split", 1, True),
+        ("split", 1, False),
+        ("prefill", 1, True),
+    ]
+    table = LaunchTable(tmp_path, device)
+    assert {each: table.find(each) for each in found} == found
 
 
 def test_candidates_fit_into_shared_memory() -> None:

@@ -1,0 +1,75 @@
+"""The Triton attention backend under Triton's interpreter, against the conformance checks of its role."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from infermix.errors import Unsupported
+from infermix.roles.attention import LayerSpec
+from infermix.roles.kv_store import DenseView, PagedView, RaggedView
+from infermix.toolkit.conformance.batches import make_batch
+from infermix_kernels.reference.attention import paged_attention as reference_attention
+from infermix_triton.attention import TritonAttention
+from torch import Tensor
+
+LAYER = LayerSpec(0, 0, 4, 2, 64, 64, scale=0.2, window=30)
+QUERY_LENS, CONTEXTS = (1, 3, 40, 2), (20, 3, 60, 2)
+BLOCK = 16
+
+
+def _backend(tmp_path: Path) -> TritonAttention:
+    return TritonAttention(tmp_path)
+
+
+def _pools(num_blocks: int, size: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(num_blocks, size, 2, 64, generator=generator) for _ in range(2)]
+
+
+def test_a_mixed_batch_through_blocks_and_dense_rows(tmp_path: Path) -> None:
+    """Short queries first, then the rest: two launches whose rows do not touch."""
+    backend = _backend(tmp_path)
+    q = torch.randn(sum(QUERY_LENS), 8, 64, generator=torch.Generator().manual_seed(1))[:, ::2]
+    widths = [-(-context // BLOCK) for context in CONTEXTS]
+    tables = [list(range(sum(widths[:row]), sum(widths[: row + 1]))) for row in range(len(widths))]
+    keys, values = _pools(sum(widths) + 1, BLOCK)
+    batch = make_batch(QUERY_LENS, CONTEXTS, tables, block_size=BLOCK, sink_block=sum(widths))
+    group = batch.groups[0]
+    out = backend.forward(q, PagedView(keys, values, group.block_tables), batch, LAYER)
+    expected = _expected(q, keys, values, batch, group.block_tables)
+    assert torch.allclose(out.double(), expected, atol=2e-6)
+
+    keys, values = _pools(len(CONTEXTS), 64)
+    out = backend.forward(q, DenseView(keys, values), batch, LAYER)
+    assert torch.allclose(out.double(), _expected(q, keys, values, batch, None), atol=2e-6)
+
+
+def _expected(q: Tensor, keys: Tensor, values: Tensor, batch: object, tables: Tensor | None) -> Tensor:
+    return reference_attention(
+        q.double(),
+        keys,
+        values,
+        cu_seqlens_q=batch.cu_seqlens_q,  # type: ignore[attr-defined]
+        context_lens=batch.context_lens,  # type: ignore[attr-defined]
+        block_tables=tables,
+        scale=LAYER.scale,
+        window=LAYER.window,
+    )
+
+
+def test_ragged_views_are_refused(tmp_path: Path) -> None:
+    batch = make_batch((1,), (4,), [[0]], block_size=16, sink_block=1)
+    view = RaggedView([torch.zeros(4, 2, 64)], [torch.zeros(4, 2, 64)])
+    with pytest.raises(Unsupported, match="paged and dense"):
+        _backend(tmp_path).forward(torch.zeros(1, 4, 64), view, batch, LAYER)
+
+
+def test_the_debug_switch_reaches_the_tables(tmp_path: Path) -> None:
+    batch = make_batch((1,), (4,), [[0]], block_size=16, sink_block=1)
+    keys, values = _pools(2, 16)
+    tables = torch.tensor([[7]], dtype=torch.int32)
+    backend = TritonAttention(tmp_path, check_block_tables=True)
+    with pytest.raises(ValueError, match="block_tables"):
+        backend.forward(torch.zeros(1, 4, 64), PagedView(keys, values, tables), batch, LAYER)
