@@ -39,7 +39,7 @@ def product(
     if launch.descriptors:
         require(not grouped, "scales per group need a launch without descriptors")
         scales = {"x_scale": x_scale, "weight_scale": weight_scale}
-        programs = num_multiprocessors(x.device)
+        programs = launch.per_sm * num_multiprocessors(x.device)
         descriptor_product(x, weight, out, launch, **scales, bias=bias, num_programs=programs, pdl=pdl)
         return
     group_size = width // weight_scale.shape[0] if grouped and weight_scale is not None else width

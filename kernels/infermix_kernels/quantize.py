@@ -27,10 +27,7 @@ def quantize_kernel(
     values = tl.load(x + row * stride_x + cols, mask=cols < width, other=0.0).to(tl.float32)
     amax = tl.max(tl.abs(values), axis=0)
     scaled = values * tl.where(amax > 0.0, LARGEST / tl.where(amax > 0.0, amax, 1.0), 0.0)
-    if LARGEST == 127.0:
-        scaled = (scaled + _ROUNDER) - _ROUNDER
-    else:
-        scaled = tl.clamp(scaled, -LARGEST, LARGEST)
+    scaled = (scaled + _ROUNDER) - _ROUNDER if LARGEST == 127.0 else tl.clamp(scaled, -LARGEST, LARGEST)
     tl.store(scales + row, amax * (1.0 / LARGEST))
     tl.store(out + row * stride_out + cols, scaled.to(out.dtype.element_ty), mask=cols < width)
 

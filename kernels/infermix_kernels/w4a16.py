@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -27,21 +25,14 @@ from infermix_kernels.matmul_launch import (
     usable_split,
 )
 from infermix_kernels.pack import PLANE, RUN, PackedW4
-from infermix_kernels.w4a16_gemv import w4_gemv_kernel
+from infermix_kernels.w4a16_dequantize import dequantized_product
 from infermix_kernels.w4a16_tile import w4_tile_kernel
 
 _PROGRAMS = 384
+#: With more rows, expanding the weights once costs less than doing it in every tile.
+MAX_TILED_ROWS = 256
 #: Up to this many rows a tile, group sums are scaled instead of weights: exact, and cheap on a small tile.
-_EXACT_ROWS = 64
-
-
-@dataclass(frozen=True)
-class W4GemvLaunch:
-    """One row: a program computes `block_n` output features, `runs` times 256 columns a step."""
-
-    block_n: int = 16
-    runs: int = 4
-    num_warps: int = 8
+_EXACT_ROWS = 16
 
 
 @triton.jit
@@ -76,13 +67,15 @@ def w4a16_linear(
     out: Tensor | None = None,
     scratch: Tensor | None = None,
     workspace: MatmulWorkspace | None = None,
-    launch: W4GemvLaunch | MatmulLaunch | None = None,
+    room: Tensor | None = None,
+    launch: MatmulLaunch | None = None,
     pdl: bool = False,
 ) -> Tensor:
     """`x [M, K] weight^T + bias [N]`, in x's dtype, summed in fp32.
 
     `scratch [M, K]` holds x in the order of an act-order weight. Small tiles scale the sum of each group, large ones
-    round scaled weights to x's dtype first (`MatmulLaunch.block_m` above 64).
+    round scaled weights to x's dtype first (`MatmulLaunch.block_m` above 16). More than MAX_TILED_ROWS rows of 16-bit
+    x are multiplied by weights that were expanded before, in pieces that fit into `room` (see `dequantized_product`).
     """
     _check(x, weight, bias)
     out = new_output(x, weight.out_features, x.dtype, out)
@@ -92,24 +85,28 @@ def w4a16_linear(
         return out
     if weight.order is not None:
         x = gather_columns(x, weight.order, out=scratch)
-    launch = launch or default_launch(x.shape[0], weight.out_features, weight.in_features)
-    if isinstance(launch, MatmulLaunch):
-        _tiles(x, weight, bias, out, launch, workspace, pdl)
+    if launch is None and x.shape[0] > MAX_TILED_ROWS and x.dtype != torch.float32:
+        dequantized_product(x, weight, bias, out, room)
     else:
-        _gemv(x, weight, bias, out, launch, pdl)
+        launch = launch or default_launch(x.shape[0], weight.out_features, weight.in_features)
+        _tiles(x, weight, bias, out, launch, workspace, pdl)
     return out
 
 
-def default_launch(num_rows: int, num_columns: int, width: int) -> W4GemvLaunch | MatmulLaunch:
+def default_launch(num_rows: int, num_columns: int, width: int) -> MatmulLaunch:
     """What was good on an H200."""
-    if num_rows == 1:
-        return W4GemvLaunch()
+    steps = triton.cdiv(width, RUN)
     if num_rows > 128:
-        return MatmulLaunch(128, 128, RUN, 1, 8, 2)
-    block_m = rows_tile(num_rows, 128)
-    block_n = 64 if block_m <= 32 else 128
-    split = split_for(triton.cdiv(num_columns, block_n), triton.cdiv(width, RUN), _PROGRAMS)
-    return MatmulLaunch(block_m, block_n, RUN, split, 4 if block_n == 64 else 8, 3)
+        return MatmulLaunch(128, 256, RUN, 1, 8, 2)
+    if num_rows > 16:
+        wide = num_columns >= 16384
+        block_m = rows_tile(num_rows, 128)
+        split = split_for(triton.cdiv(num_columns, 128 if wide else 64), steps, _PROGRAMS)
+        return MatmulLaunch(block_m, 128, RUN, 1, 4, 2) if wide else MatmulLaunch(block_m, 64, RUN, split, 4, 2)
+    block_m = 8 if num_rows <= 8 else 16
+    if num_columns >= 16384 and block_m == 8:
+        return MatmulLaunch(block_m, 128, RUN, 2, 4, 3)
+    return MatmulLaunch(block_m, 64, RUN, split_for(triton.cdiv(num_columns, 64), steps, _PROGRAMS), 4, 3)
 
 
 def _check(x: Tensor, weight: PackedW4, bias: Tensor | None) -> None:
@@ -173,34 +170,5 @@ def _tiles(
         PDL=pdl,
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
-        launch_pdl=pdl,
-    )
-
-
-def _gemv(x: Tensor, weight: PackedW4, bias: Tensor | None, out: Tensor, launch: W4GemvLaunch, pdl: bool) -> None:
-    require(x.shape[0] == 1, f"a W4GemvLaunch takes one row, not {x.shape[0]}")
-    num_columns, num_runs = weight.out_features, weight.words.shape[1] // PLANE
-    runs = min(launch.runs, triton.next_power_of_2(num_runs))
-    w4_gemv_kernel[(triton.cdiv(num_columns, launch.block_n),)](
-        x,
-        weight.words,
-        weight.scales,
-        weight.scales if weight.zeros is None else weight.zeros,
-        out,
-        out if bias is None else bias,
-        num_columns,
-        weight.in_features,
-        num_runs,
-        weight.scales.shape[0],
-        weight.words.stride(0),
-        HAS_ZEROS=weight.zeros is not None,
-        HAS_BIAS=bias is not None,
-        GROUP_SIZE=weight.group_size,
-        BLOCK_N=launch.block_n,
-        RUNS=runs,
-        EVEN=num_columns % launch.block_n == 0 and num_runs % runs == 0,
-        ASM=not interpreted(),
-        PDL=pdl,
-        num_warps=launch.num_warps,
         launch_pdl=pdl,
     )

@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from infermix_kernels.dependent import wait_for_inputs
-from infermix_kernels.matmul_tile import join_splits, store_product, tile_of
+from infermix_kernels.dependent import prefetch_lines, wait_for_inputs
+from infermix_kernels.matmul_tile import AHEAD, join_splits, store_product, tile_of
 from infermix_kernels.w4a16_unpack import offset_of, unpack_plane
 
 
@@ -72,8 +72,11 @@ def w4_tile_kernel(
     x_at = x + rows.to(tl.int64)[:, None] * stride_x + ks[None, :]
     w_at = words + columns.to(tl.int64)[:, None] * stride_w + ks[None, :]
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    last = tl.minimum(first + steps, tl.cdiv(K, 256))
+    w_rows = (words + tl.minimum(columns, N - 1).to(tl.int64) * stride_w).to(tl.int64)
+    prefetch_lines(w_rows, 128, first, tl.minimum(last, first + AHEAD // 128), 1, PDL)
     wait_for_inputs(PDL)
-    for step in range(first, tl.minimum(first + steps, tl.cdiv(K, 256))):
+    for step in range(first, last):
         if EVEN_N:
             packed = tl.load(w_at + step * 32, eviction_policy=EVICT)
         else:
@@ -83,17 +86,16 @@ def w4_tile_kernel(
             in_range = (columns < N) & (group < num_groups)
             scale = tl.load(scales + group * N + columns, mask=in_range, other=0.0)
             offset = offset_of(load_zeros(zeros, group, columns, N, num_groups, HAS_ZEROS), DTYPE, ASM)
-            if SCALE_WEIGHTS:
-                total = acc
-            else:
-                total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+            total = acc if SCALE_WEIGHTS else tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
             for within in tl.static_range(PLANES):
                 start = step * 256 + (part * PLANES + within) * 32
                 mask = (rows < M)[:, None]
                 if not EVEN_K:
                     mask = mask & (start + ks < K)[None, :]
                 xs = tl.load(x_at + start, mask=mask, other=0.0)
-                weights = unpack_plane(packed, offset[:, None], scale.to(DTYPE)[:, None], part * PLANES + within, SCALE_WEIGHTS, ASM)
+                weights = unpack_plane(
+                    packed, offset[:, None], scale.to(DTYPE)[:, None], part * PLANES + within, SCALE_WEIGHTS, ASM
+                )
                 total = tl.dot(weights, tl.trans(xs), total, input_precision=PRECISION)
             if SCALE_WEIGHTS:
                 acc = total

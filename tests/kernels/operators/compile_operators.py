@@ -20,6 +20,7 @@ from infermix_kernels import (
     sampling,
     softmax,
     w4a16,
+    w4a16_dequantize,
     w8a8,
     w8a16,
 )
@@ -89,9 +90,9 @@ FAST: dict[str, Callable[[], object]] = {
     "sample": lambda: sample(8, 49152),
     "gemv, early start": lambda: skinny(1, pdl=True),
     "skinny, split": lambda: skinny(8),
-    "w4 gemv, zeros": lambda: four_bits(1, True),
+    "w4 tile, one row, early start": lambda: four_bits(1, True, pdl=True),
     "w4 tile, zeros": lambda: four_bits(8, True),
-    "w4 tile, large": lambda: four_bits(512),
+    "w4 tile, large": lambda: four_bits(200),
     "int8 gemv": lambda: eight_bits(1, INT8),
     "fp8 tile": lambda: eight_bits(8, FP8),
 }
@@ -108,7 +109,7 @@ FULL: dict[str, Callable[[], object]] = {
     "greedy": lambda: greedy.greedy(tensor(64, 128256)),
     "sample, large vocabulary": lambda: sample(64, 128256),
     "skinny, unsplit": lambda: skinny(8, MatmulLaunch(8, 16, 128, 1, 1, 5)),
-    "w4 gemv, early start": lambda: four_bits(1, pdl=True),
+    "w4 expanded": lambda: w4a16_dequantize.dequantize(packed(True), tensor(N, K)),
     "w4 tile, 64 rows": lambda: four_bits(64),
     "w8a16": lambda: eight_bits(8, INT8, weight_only=True),
     "w8a16, fp8": lambda: eight_bits(8, FP8, weight_only=True),

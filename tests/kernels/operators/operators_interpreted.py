@@ -13,7 +13,6 @@ import pytest
 import torch
 from infermix_kernels.gemv import GemvLaunch
 from infermix_kernels.matmul_launch import MatmulLaunch
-from infermix_kernels.w4a16 import W4GemvLaunch
 from infermix_kernels.w8a8 import DotLaunch
 
 FP32, FP16, INT8, FP8 = torch.float32, torch.float16, torch.int8, torch.float8_e4m3fn
@@ -77,11 +76,10 @@ def test_skinny(dtype: torch.dtype, rows: int, launch: Any) -> None:
     ("rows", "launch"),
     [
         (1, None),
-        (1, W4GemvLaunch(8, 2, 1)),
         (3, MatmulLaunch(16, 64, 256, 2)),
         (70, MatmulLaunch(128, 64, 256)),
     ],
-    ids=["gemv", "gemv narrow", "split", "large"],
+    ids=["default", "split", "large"],
 )
 @pytest.mark.parametrize(
     ("group", "zeros", "act_order"),
@@ -91,6 +89,11 @@ def test_skinny(dtype: torch.dtype, rows: int, launch: Any) -> None:
 def test_w4a16(rows: int, launch: Any, group: int, zeros: bool, act_order: bool) -> None:
     dtype = FP16 if zeros else FP32
     check.check_w4a16("cpu", dtype, rows, 70, 576, group, zeros, act_order, launch)
+
+
+@pytest.mark.parametrize("act_order", [False, True])
+def test_expanded_w4(act_order: bool) -> None:
+    check.check_expanded_w4("cpu", FP16, 5, 70, 576, 64, act_order)
 
 
 @pytest.mark.parametrize("groups", [0, 5])

@@ -38,14 +38,14 @@ def test_interpreted_kernels_match_their_meaning(module: str) -> None:
 
 @pytest.mark.parametrize("which", ["fast", pytest.param("full", marks=pytest.mark.full)])
 def test_kernels_compile_for_sm_90(which: str) -> None:
-    """Registers and spills of every kernel are printed, as `pytest -s` shows; the sampler's search spills."""
+    """Registers and spills of every kernel are printed, as `pytest -s` shows."""
     rows = [json.loads(line) for line in _run([str(FOLDER / "compile_operators.py"), which]).splitlines()]
     for row in rows:
         print(row)
-        assert row["spills"] <= (64 if row["kernel"] == "sample_kernel" else 0), row
+        assert row["spills"] == 0, row
         assert row["shared"] <= 227 * 1024, row
         assert (row["waits"] > 0) == ("early start" in row["case"]), row
-        assert row["wgmma"] > 0 or row["kernel"] not in ("w4_tile_kernel", "descriptor_kernel"), row
+        assert row["wgmma"] > 0 or not row["case"].endswith(("8, large", "tile, large", "descriptors")), row
 
 
 def _gptq(q: torch.Tensor, zeros: torch.Tensor, minus_one: bool) -> tuple[torch.Tensor, torch.Tensor]:

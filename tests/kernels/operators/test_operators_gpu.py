@@ -11,7 +11,6 @@ from infermix_kernels import fp8, gemv, greedy, norm, quantize, w4a16, w8a8
 from infermix_kernels.gemv import GemvLaunch
 from infermix_kernels.matmul_launch import MatmulLaunch, MatmulWorkspace
 from infermix_kernels.reference import sampling as meant
-from infermix_kernels.w4a16 import W4GemvLaunch
 from infermix_kernels.w8a8 import DotLaunch
 from sampling_checks import CASES, check_sample
 
@@ -142,11 +141,11 @@ def test_skinny(dtype: torch.dtype, n: int, k: int, rows: int, launch: Any) -> N
     ("rows", "launch"),
     [
         (1, None),
-        (1, W4GemvLaunch(4, 16, 4)),
         (1, MatmulLaunch(8, 16, 256, 1, 1, 4)),
         (7, None),
         (64, None),
         (300, None),
+        (300, MatmulLaunch(128, 128, 256, 1, 8, 2)),
         (33, MatmulLaunch(16, 64, 256, 4, 4, 3)),
     ],
     ids=str,
@@ -155,6 +154,12 @@ def test_w4a16(
     dtype: torch.dtype, rows: int, launch: Any, n: int, k: int, group: int, zeros: bool, act_order: bool
 ) -> None:
     check.check_w4a16("cuda", dtype, rows, n, k, group, zeros, act_order, launch)
+
+
+@HALVES
+@pytest.mark.parametrize("act_order", [False, True])
+def test_expanded_w4(dtype: torch.dtype, act_order: bool) -> None:
+    check.check_expanded_w4("cuda", dtype, 40, 1000, 4096, 128, act_order)
 
 
 @HALVES
@@ -175,6 +180,7 @@ def test_w8a16(dtype: torch.dtype, kind: torch.dtype, groups: int, rows: int) ->
         (64, None),
         (500, None),
         (500, MatmulLaunch(128, 128, 128, 1, 8, 3, swap=False, descriptors=True)),
+        (500, MatmulLaunch(64, 128, 128, 1, 4, 4, swap=False, descriptors=True, per_sm=2)),
         (1, MatmulLaunch(16, 64, 256, 2)),
     ],
     ids=str,
