@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from infermix.hookspecs import hookimpl
 from infermix.roles.component import Component, Features, Options, Role
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 _MAX_HEAD_DIM = 256
 _HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 _MIN_CAPABILITY = 80
+_FP8_CAPABILITY = 89
 
 
 class AttentionOptions(Options, frozen=True):
@@ -28,6 +29,21 @@ class SkinnyLinearOptions(Options, frozen=True):
     ] = 8
     measure: Annotated[
         bool, Meta(description="in set-up, keep torch's product for the shapes and row counts where it is faster")
+    ] = True
+
+
+class W8A8Options(Options, frozen=True):
+    skip: Annotated[
+        tuple[str, ...], Meta(description="patterns (as in a shell) of module names that stay as they are")
+    ] = ("*lm_head", "*embed_out", "*output_projection")
+
+
+class W4A16Options(W8A8Options, frozen=True):
+    group_size: Annotated[
+        Literal[32, 64, 128, 256], Meta(description="weights that share a scale", extra={"unit": "weights"})
+    ] = 128
+    symmetric: Annotated[
+        bool, Meta(description="scale only; false adds a zero point per scale and uses the range fully")
     ] = True
 
 
@@ -72,6 +88,80 @@ def _build_skinny_linear(options: SkinnyLinearOptions, context: None) -> Any:
     from infermix_triton.linear_skinny import SkinnyLinearTransform
 
     return SkinnyLinearTransform(options.max_rows, measure=options.measure)
+
+
+def _halves_on_cuda(options: Options, model: ModelFacts, machine: MachineFacts) -> Features:
+    """Activations in 8 bits change by whole steps: no use where fp32 is wanted."""
+    return frozenset({"device:cuda", "dtype:float16|dtype:bfloat16"})
+
+
+def _fp8_needs(options: Options, model: ModelFacts, machine: MachineFacts) -> Features:
+    """A device without FP8 tensor cores is refused by asking for the first one that has them."""
+    old = machine.compute_capability is not None and machine.compute_capability < _FP8_CAPABILITY
+    return _halves_on_cuda(options, model, machine) | ({f"sm:{_FP8_CAPABILITY}"} if old else set())
+
+
+def _w4a16_bits(options: W4A16Options) -> float:
+    """Rows are padded to 256 weights, which is not counted here."""
+    return 4 + (16 if options.symmetric else 24) / options.group_size
+
+
+def _build_w4a16(options: W4A16Options, context: None) -> Any:
+    from infermix_triton.quantizer_triton import W4A16Quantizer
+
+    return W4A16Quantizer(group_size=options.group_size, symmetric=options.symmetric, skip=options.skip)
+
+
+def _build_int8(options: W8A8Options, context: None) -> Any:
+    import torch
+
+    from infermix_triton.quantizer_triton import W8A8Quantizer
+
+    return W8A8Quantizer(torch.int8, skip=options.skip)
+
+
+def _build_fp8(options: W8A8Options, context: None) -> Any:
+    import torch
+
+    from infermix_triton.quantizer_triton import W8A8Quantizer
+
+    return W8A8Quantizer(torch.float8_e4m3fn, skip=options.skip)
+
+
+@hookimpl
+def infermix_quantizer() -> list[Component]:
+    common: dict[str, Any] = {
+        "role": Role.QUANTIZER, "requires": ("torch", "triton"), "extra": "triton", "lossless": lambda options: False,
+    }  # fmt: skip
+    return [
+        Component(
+            name="triton_w4a16",
+            summary="weights rounded to 4 bits, multiplied without expanding them first",
+            build=_build_w4a16,
+            options=W4A16Options,
+            needs=_on_cuda,
+            weight_bits=_w4a16_bits,
+            **common,
+        ),
+        Component(
+            name="triton_int8",
+            summary="weights and activations rounded to int8, per output and per token",
+            build=_build_int8,
+            options=W8A8Options,
+            needs=_halves_on_cuda,
+            weight_bits=lambda options: 8.0,
+            **common,
+        ),
+        Component(
+            name="triton_fp8",
+            summary="weights and activations rounded to FP8 E4M3, per output and per token",
+            build=_build_fp8,
+            options=W8A8Options,
+            needs=_fp8_needs,
+            weight_bits=lambda options: 8.0,
+            **common,
+        ),
+    ]
 
 
 @hookimpl

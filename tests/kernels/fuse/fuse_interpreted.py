@@ -28,7 +28,7 @@ torch.set_num_threads(1)
 LENGTHS = (13, 2)
 TOLERANCE = 2e-5
 #: Families that are walked through the joint too, which takes seconds here.
-PACKED = ("llama, scaled rope, tied, biased", "mistral", "smollm3, every fourth layer without rotary")
+PACKED = ("llama, scaled rope, tied, biased", "mistral")
 
 
 @pytest.mark.parametrize("family", FUSED)
@@ -44,7 +44,7 @@ def test_fused_layers_give_the_same_logits(family: str) -> None:
         assert worst_error(logits_packed(model, LENGTHS, "eager", "paged"), expected) < TOLERANCE
 
 
-@pytest.mark.parametrize(("attention", "kv"), [("eager", "dense"), ("sdpa", "paged"), ("eager", "concat")])
+@pytest.mark.parametrize(("attention", "kv"), [("sdpa", "dense"), ("eager", "concat")])
 def test_every_layout_takes_fused_layers(attention: str, kv: str) -> None:
     """`concat` lays no pools open: keys are rotated first and written by the store."""
     model = tiny(*FUSED["qwen3"])

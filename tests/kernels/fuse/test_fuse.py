@@ -1,4 +1,4 @@
-"""The model transforms of `infermix_triton` without a GPU: interpreted, in a process of their own."""
+"""Transforms and quantizers of `infermix_triton` without a GPU: interpreted, in a process of their own."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ pytest.importorskip("triton")
 FOLDER = Path(__file__).parent
 
 
-def test_interpreted_transforms_keep_the_logits() -> None:
+@pytest.mark.parametrize("module", ["fuse_interpreted.py", "quantizers_interpreted.py"])
+def test_interpreted(module: str) -> None:
     path = os.pathsep.join([str(FOLDER), os.environ.get("PYTHONPATH", "")])
     variables = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", str(FOLDER / "fuse_interpreted.py")]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", str(FOLDER / module)]
     done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     assert " passed" in done.stdout

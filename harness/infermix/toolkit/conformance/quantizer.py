@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from infermix.roles.component import Component
 from infermix.roles.quantizer import Quantizer, QuantizerContext
 
-WIDTH = 64
+#: Wide enough for groups of 256 weights.
+WIDTH = 256
 
 
 class _SmallModel(nn.Module):
