@@ -17,18 +17,3 @@ def wait_for_inputs(PDL: tl.constexpr):
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-
-
-@triton.jit
-def prefetch_lines(rows, step_bytes, first, last, LINES: tl.constexpr, PDL: tl.constexpr):
-    """Asks for what `rows` (addresses) hold at `first ... last` steps of `step_bytes`, LINES cache lines a step.
-
-    For weights, before the wait: they come from memory while the predecessor still runs. Without PDL, nothing.
-    """
-    if PDL:
-        lines = tl.arange(0, LINES) * 128
-        for step in range(first, last):
-            at = rows[:, None] + (step * step_bytes + lines)[None, :]
-            tl.inline_asm_elementwise(
-                "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
-            )

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
 from infermix_kernels.checks import require, require_floats
-from infermix_kernels.matmul import check_product, new_output, product, rows_tile
-from infermix_kernels.matmul_launch import MatmulLaunch, MatmulWorkspace, split_for
+from infermix_kernels.matmul import byte_launch, check_product, new_output, product
+from infermix_kernels.matmul_launch import MatmulLaunch, MatmulWorkspace
 from infermix_kernels.quantize import quantize_rows
 
 _PROGRAMS = 384
@@ -66,10 +65,8 @@ def fp8_product(
 
 
 def default_launch(num_rows: int, num_columns: int, width: int) -> MatmulLaunch:
-    """What was good on an H200."""
-    if num_rows > 128:
-        return MatmulLaunch(128, 256, 128, 1, 8, 3, swap=False)
-    block_m = rows_tile(num_rows, 128)
-    block_n = 64 if block_m <= 32 else 128
-    split = split_for(triton.cdiv(num_columns, block_n), triton.cdiv(width, 256), _PROGRAMS)
-    return MatmulLaunch(block_m, block_n, 256 if block_m <= 64 else 128, split, 4, 4)
+    """What was best on an H200 for the four linears of an 8B layer."""
+    if num_rows <= 64:
+        return byte_launch(num_rows, num_columns, width, _PROGRAMS)
+    block_n, stages = (256, 3) if num_columns >= 6144 else (128, 4)
+    return MatmulLaunch(128, block_n, 128, 1, 8, stages, swap=False, descriptors=width % 16 == 0)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from infermix_kernels.dependent import prefetch_lines, wait_for_inputs
+from infermix_kernels.dependent import wait_for_inputs
 
 #: How products are scaled: not, by one factor per output feature, or by one per group of input features.
 UNSCALED = tl.constexpr(0)
 PER_CHANNEL = tl.constexpr(1)
 PER_GROUP = tl.constexpr(2)
-#: Bytes of each weight row that a program asks for before it waits for its inputs.
-AHEAD = tl.constexpr(2048)
 
 
 @triton.jit
@@ -123,13 +121,6 @@ def product_kernel(
     SUM: tl.constexpr = tl.int32 if integers else tl.float32
     acc = tl.zeros([BLOCK_N, BLOCK_M] if SWAP else [BLOCK_M, BLOCK_N], SUM)
     last = tl.minimum(first + steps, tl.cdiv(K, BLOCK_K))
-    WEIGHT_BYTES: tl.constexpr = w.dtype.element_ty.primitive_bitwidth // 8
-    STEP_BYTES: tl.constexpr = BLOCK_K * WEIGHT_BYTES
-    if STEP_BYTES >= 128:
-        w_rows = (w + tl.minimum(columns, N - 1).to(tl.int64) * stride_w).to(tl.int64)
-        prefetch_lines(
-            w_rows, STEP_BYTES, first, tl.minimum(last, first + AHEAD // STEP_BYTES), STEP_BYTES // 128, PDL
-        )
     wait_for_inputs(PDL)
     for step in range(first, last):
         start = step * BLOCK_K

@@ -1,7 +1,7 @@
 """First half of sampling: many programs per row find out which tokens can survive the filters, and list those.
 
-Tokens are counted in bins of their distance to the most likely one, in octaves of probability. Counts bound the mass of
-every bin from both sides, which is enough to say which bins top-k, top-p and min-p certainly drop.
+Tokens are counted in bins of their distance to the most likely one, in octaves of probability. Counts bound the mass
+of every bin from both sides, which is enough to say which bins top-k, top-p and min-p certainly drop.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ def bins_kept(total, top_k, top_p, min_p):
 
 @triton.jit
 def list_kernel(
-    logits, temperatures, top_ks, top_ps, min_ps, peaks, counts, values_out, ids_out, lengths, width, part_width, stride,
-    PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    logits, temperatures, top_ks, top_ps, min_ps, peaks, counts, values_out, ids_out, lengths, width, part_width,
+    stride, PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Grid: (rows, parts). Values and ids of the tokens that may survive, `[rows, width]` in the order of ids."""
     row, part = tl.program_id(0), tl.program_id(1)

@@ -1,4 +1,4 @@
-"""4-bit weights as plain numbers: expanded for products of many rows, which a dense product then does at full speed."""
+"""4-bit weights as plain numbers: expanded once for products of many rows."""
 
 from __future__ import annotations
 

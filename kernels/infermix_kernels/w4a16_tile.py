@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from infermix_kernels.dependent import prefetch_lines, wait_for_inputs
-from infermix_kernels.matmul_tile import AHEAD, join_splits, store_product, tile_of
+from infermix_kernels.dependent import wait_for_inputs
+from infermix_kernels.matmul_tile import join_splits, store_product, tile_of
 from infermix_kernels.w4a16_unpack import offset_of, unpack_plane
 
 
@@ -73,8 +73,6 @@ def w4_tile_kernel(
     w_at = words + columns.to(tl.int64)[:, None] * stride_w + ks[None, :]
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     last = tl.minimum(first + steps, tl.cdiv(K, 256))
-    w_rows = (words + tl.minimum(columns, N - 1).to(tl.int64) * stride_w).to(tl.int64)
-    prefetch_lines(w_rows, 128, first, tl.minimum(last, first + AHEAD // 128), 1, PDL)
     wait_for_inputs(PDL)
     for step in range(first, last):
         if EVEN_N:

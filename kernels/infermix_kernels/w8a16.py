@@ -48,7 +48,7 @@ def default_launch(num_rows: int, num_columns: int, width: int, group: int) -> M
     block_k = next((size for size in (128, 64, 32) if group == width or group % size == 0), group)
     if num_rows > 128:
         return MatmulLaunch(128, 128, min(block_k, 64), 1, 8, 3)
-    block_m = rows_tile(num_rows, 128)
+    block_m = max(16, rows_tile(num_rows, 128))
     block_n = 64 if block_m <= 32 else 128
     num_tiles = triton.cdiv(num_columns, block_n)
     split = split_for(num_tiles, triton.cdiv(width, block_k), _PROGRAMS)

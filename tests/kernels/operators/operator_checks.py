@@ -244,7 +244,7 @@ def check_w4a16(
     act_order: bool = False,
     launch: Any = None,
 ) -> None:
-    """Tiles of more than 16 rows round scaled weights to x's dtype: a second rounding, of every term."""
+    """Tiles of more than 64 rows round scaled weights to x's dtype: a second rounding, of every term."""
     source = Source(device)
     weight = random_w4(source, n, k, group, zeros, act_order)
     x, bias = source.normal(m, k, dtype=dtype), source.normal(n, dtype=dtype)

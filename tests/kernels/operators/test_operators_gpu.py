@@ -180,7 +180,7 @@ def test_w8a16(dtype: torch.dtype, kind: torch.dtype, groups: int, rows: int) ->
         (64, None),
         (500, None),
         (500, MatmulLaunch(128, 128, 128, 1, 8, 3, swap=False, descriptors=True)),
-        (500, MatmulLaunch(64, 128, 128, 1, 4, 4, swap=False, descriptors=True, per_sm=2)),
+        (500, MatmulLaunch(128, 256, 128, 1, 8, 3, swap=False)),
         (1, MatmulLaunch(16, 64, 256, 2)),
     ],
     ids=str,
