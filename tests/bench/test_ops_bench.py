@@ -13,6 +13,8 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
+import itertools
+
 from infermix_kernels import activation, fp8, gemv, greedy, kv_write, norm, quantize, sampling, softmax, w4a16, w8a8
 from infermix_kernels.matmul_launch import MatmulWorkspace
 from infermix_kernels.pack import PackedW4
@@ -46,7 +48,7 @@ def copy_bandwidth() -> float:
         mark.record()
         target.copy_(source)
     torch.cuda.synchronize()
-    times = sorted(first.elapsed_time(second) for first, second in zip(marks[1:-1], marks[2:], strict=True))
+    times = sorted(first.elapsed_time(second) for first, second in itertools.pairwise(marks))
     return 8 * source.numel() / times[len(times) // 2] * 1e3
 
 

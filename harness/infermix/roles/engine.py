@@ -72,7 +72,7 @@ class ScoreRequest:
 
 @dataclass(slots=True)
 class Score:
-    """`logprobs[i]` and `top1[i]` (the argmax) for `token_ids[first + i]`; `logits [n, V]` fp32 on the CPU if wanted."""
+    """`logprobs[i]` and `top1[i]` (the argmax) for `token_ids[first + i]`; `logits [n, V]` is fp32 on the CPU."""
 
     logprobs: list[float]
     top1: list[int]
