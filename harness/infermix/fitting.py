@@ -47,6 +47,7 @@ class _Demand:
     length: int
     count: int
     step_tokens: int
+    assumed: bool
     limits: Limits
     machine: str
 
@@ -93,6 +94,7 @@ class Fitter:
             length=length,
             count=count,
             step_tokens=max(_option(choices, "max_num_batched_tokens") or _ASSUMED_STEP_TOKENS, length),
+            assumed=_only_data_tells(choices[Role.WORKLOAD]),
             limits=limits,
             machine=f"{machine.device} {machine.memory_bytes}",
         )
@@ -114,9 +116,11 @@ class Fitter:
         try:
             memory = replace(memory, kv_bytes=self._kv_bytes(demand, kv, facts, machine, memory))
         except UserError as error:
-            return memory, (f"{error.message} ({error.hint})" if error.hint else error.message,)
-        problem = None if fits(memory, machine) else _too_large(memory, machine)
-        return memory, (problem,) if problem else ()
+            problem = f"{error.message} ({error.hint})" if error.hint else error.message
+            return memory, () if demand.assumed else (problem,)
+        # What is only assumed refuses nothing: the data may hold one short prompt.
+        surely = replace(memory, kv_bytes=0) if demand.assumed else memory
+        return memory, () if fits(surely, machine) else (_too_large(surely, machine),)
 
     def _kv_bytes(
         self, demand: _Demand, kv: Choice | None, facts: ModelFacts, machine: MachineFacts, memory: MemoryPrediction
@@ -141,6 +145,11 @@ def _asked_tokens(workload: Choice, evaluators: Iterable[Choice]) -> Iterator[tu
         tokens = choice.options.max_tokens() if isinstance(choice.options, EvaluatorOptions) else None
         if tokens is not None:
             yield f"evaluator {choice.component.name!r}", tokens
+
+
+def _only_data_tells(workload: Choice) -> bool:
+    """Whether no option says how long the workload's sequences are."""
+    return not isinstance(workload.options, WorkloadOptions) or workload.options.max_request_tokens() is None
 
 
 def _longest(limits: Limits, facts: ModelFacts) -> int:

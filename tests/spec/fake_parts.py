@@ -53,9 +53,10 @@ class Fuse(Options, frozen=True, kw_only=True):
 
 class Load(WorkloadOptions, frozen=True, kw_only=True):
     tokens: Annotated[int, Meta(ge=1, description="per request")] = 64
+    told: Annotated[bool, Meta(description="false: only the data tells how long a request is")] = True
 
-    def max_request_tokens(self) -> int:
-        return self.tokens
+    def max_request_tokens(self) -> int | None:
+        return self.tokens if self.told else None
 
 
 class Layout:

@@ -149,6 +149,18 @@ def test_what_does_not_fit_is_invalid(plan: Plan) -> None:
     assert half.memory.weights_bytes < full.memory.weights_bytes
 
 
+def test_lengths_that_are_only_assumed_refuse_nothing(plan: Plan) -> None:
+    small = MachineFacts("cpu", "small machine", 700_000_000, 2)
+    many = "parts: {scheduler: {use: continuous, max_num_seqs: 4096}}\n"
+    head = HEAD.replace(" load", " {use: load, tokens: 512, told: TOLD}")
+    (told,) = plan(many, small, head.replace("TOLD", "true"))
+    (untold,) = plan(many, small, head.replace("TOLD", "false"))
+    assert told.reasons[0].startswith("does not fit: needs ")
+    assert untold.runs
+    (heavy,) = plan(many, small, head.replace("TOLD", "false"), hidden_size=4096, intermediate_size=16384)
+    assert "KV 0.0" in heavy.reasons[0]
+
+
 def test_dtype_auto(plan: Plan) -> None:
     def dtype(native: str, machine: MachineFacts, asked: str = "auto") -> str:
         return plan(f"dtype: {asked}\n", machine, torch_dtype=native)[0].dtype
