@@ -93,6 +93,13 @@ def test_draw_never_picks_a_token_without_probability() -> None:
     assert picked == {1, 3}
 
 
+@pytest.mark.parametrize("temperature", [1e-38, 1e-10, 1e-3])
+def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
+    logits = torch.tensor([[1.0, 7.0, 30.0, -4.0]])
+    assert sample(logits, [sequence(0, [1], temperature=temperature, seed=3)]) == [2]
+    assert sample(logits, [sequence(0, [1], temperature=temperature, top_p=0.9, seed=3)]) == [2]
+
+
 def test_a_draw_does_not_depend_on_the_batch() -> None:
     torch.manual_seed(1)
     logits = torch.randn(4, VOCAB)

@@ -102,7 +102,8 @@ class TokenSampler:
             dtype=torch.float64,
         ).to(logits.device, non_blocking=True)
         temperature, top_k, top_p, min_p, draws, greedy = table.split(1, dim=1)
-        scaled = logits.float() / temperature.float()
+        # From the largest down: a tiny temperature then leaves it alone instead of overflowing to NaN.
+        scaled = (logits.float() - logits.amax(-1, keepdim=True).float()) / temperature.float()
         if any(_filters(p) for p in params):
             probabilities = filter_probabilities(scaled, top_k.long(), top_p, min_p)
         else:
