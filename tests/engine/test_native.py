@@ -11,7 +11,7 @@ import pytest
 import torch
 from infermix.errors import InfermixError, UserError
 from infermix.roles.engine import ScoreRequest
-from infermix.roles.request import FinishReason, Request, SamplingParams
+from infermix.roles.request import FinishReason, Request, SamplingParams, Sequence
 
 Build = Callable[..., Any]
 PROMPT_LENGTHS = (1, 7, 16, 17, 33, 5, 48)
@@ -121,6 +121,27 @@ def test_a_stop_token_ends_a_request(build_engine: Build, expected: dict[str, li
     got = [token for event in events for token in event.token_ids]
     assert got == expected["4"][: expected["4"].index(third) + 1]
     assert events[-1].finish_reason is FinishReason.STOP
+
+
+class ByteTokenizer:
+    """One token per byte."""
+
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id = None
+    vocab_size = 256
+
+    def decode(self, token_ids: list[int]) -> str:
+        return bytes(token_ids).decode(errors="replace")
+
+
+@pytest.mark.parametrize("stop", ["\N{LLAMA}" * 5, "b" + "\N{LLAMA}" * 5])
+def test_a_stop_string_may_span_more_tokens_than_characters(build_engine: Build, stop: str) -> None:
+    engine = build_engine()
+    engine.tokenizer = ByteTokenizer()
+    output = list(("aaaaaaaab" + "\N{LLAMA}" * 5).encode())
+    request = Request(request_id="0", prompt_ids=(1,), sampling=SamplingParams(stop=(stop,)))
+    sequence = Sequence(0, request, [1, *output], 1)
+    assert engine._hits_stop_string(sequence)
 
 
 def test_length_ends_a_request_and_frees_everything(build_engine: Build) -> None:

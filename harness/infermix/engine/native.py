@@ -211,8 +211,9 @@ class NativeEngine:
             return False
         if self.tokenizer is None:
             raise UserError("stop strings need a tokenizer", hint="use stop_token_ids with dummy weights")
-        # A stop string of n characters spans at most n tokens, plus one that may hold the start of a character.
-        tail = max(len(stop) for stop in stops) + 4
+        # Every token holds at least one byte: a stop string of n bytes spans at most n tokens. Four more begin the
+        # text before it, so that the first token is no half character.
+        tail = max(len(stop.encode()) for stop in stops) + 4
         output = sequence.tokens[sequence.num_prompt_tokens :]
         text = self.tokenizer.decode(output[-tail:])
         return any(stop in text for stop in stops)
