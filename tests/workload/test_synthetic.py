@@ -120,6 +120,7 @@ def test_a_request_that_cannot_fit_is_refused_when_built(make_context) -> None:
         ({"arrivals": {"use": "poisson", "request_rate": 0}}, "> 0"),
         ({"arrivals": {"use": "burst", "request_rate": 1}}, "'burst'"),
         ({"top_p": 1.5}, "<= 1"),
+        ({"stop": ["a", ""]}, "stop holds an empty text"),
         ({"num_request": 5}, "num_request"),
     ],
 )

@@ -104,6 +104,8 @@ class RequestOptions(WorkloadOptions, frozen=True, kw_only=True):
             raise ValueError(
                 "concurrency (closed loop) and arrivals (open loop) exclude each other: give one of them"
             )
+        if "" in self.stop:
+            raise ValueError("stop holds an empty text, which would end every output at once")
 
     def most_requests(self) -> int | None:
         """Upper bound of requests in one repeat; `None` when only the data tells."""

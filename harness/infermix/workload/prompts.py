@@ -48,7 +48,7 @@ def read_prompts(options: PromptsOptions, context: WorkloadContext) -> ListSourc
 def require_tokenizer(tokenizer: Tokenizer | None, workload: str) -> Tokenizer:
     if tokenizer is None:
         raise UserError(
-            f"the workload {workload!r} needs a tokenizer, and a model with dummy weights has none",
+            f"the workload {workload!r} needs a tokenizer, and this model has none (dummy weights never do)",
             key="workload",
             hint="use: synthetic",
         )
