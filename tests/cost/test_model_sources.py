@@ -343,6 +343,11 @@ def test_overrides(tmp_path: Path) -> None:
     error = fails("no value of this model's config", "m", tmp_path, config={"num_hiden_layers": 1})
     assert error.key == "model.config.num_hiden_layers"
     assert error.hint == "did you mean 'num_hidden_layers'?"
+    error = fails("whole number", "m", tmp_path, weights="dummy", config={"num_hidden_layers": "two"})
+    assert error.key == "model.config.num_hidden_layers"
+    fails("whole number", "m", tmp_path, weights="dummy", config={"num_hidden_layers": -1})
+    checkpoint(tmp_path / "rope", {**LLAMA, "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}})
+    fails("no effect beside the config's rope_parameters", "rope", tmp_path, config={"rope_theta": 10})
     (tmp_path / "x.gguf").write_bytes(gguf_bytes(GGUF_METADATA, GGUF_TENSORS))
     fails("cannot be overridden", "x.gguf", tmp_path, config={"rope_theta": 1})
 

@@ -151,7 +151,7 @@ def normalised(config: Config) -> dict[str, Any]:
         full["intermediate_size"] = 4 * hidden
     if full.get("num_key_value_heads") is None:
         full["num_key_value_heads"] = heads
-    if full.get("head_dim") is None and heads and hidden:
+    if full.get("head_dim") is None and heads and isinstance(heads, int) and isinstance(hidden, int):
         full["head_dim"] = hidden // heads
     return full
 

@@ -78,12 +78,15 @@ OTHER_KEYS = frozenset(
     ]
 )
 
+#: Older spellings, which transformers does not read where `rope_parameters` is there.
+_OUTRANKED = frozenset({"rope_theta", "rope_scaling"})
+
 
 def apply_overrides(config: Mapping[str, Any], model: ModelSource, *, real: bool) -> dict[str, Any]:
     """The config with `model.config` on top.
 
-    Raises `UserError` for a key that neither this config nor the list above has (a typo would do nothing), and, for
-    real weights, for one that changes a weight's shape.
+    Raises `UserError` for a key that neither this config nor the list above has (a typo would do nothing), for a
+    size that is none, and, for real weights, for one that changes a weight's shape.
     """
     known = set(config) | SHAPE_KEYS | OTHER_KEYS
     for key, value in model.config.items():
@@ -100,4 +103,17 @@ def apply_overrides(config: Mapping[str, Any], model: ModelSource, *, real: bool
                 key=f"model.config.{key}",
                 hint="it can be set with `weights: dummy`",
             )
+        if key in _OUTRANKED and config.get("rope_parameters") and "rope_parameters" not in model.config:
+            raise UserError(
+                f"{key!r} has no effect beside the config's rope_parameters",
+                key=f"model.config.{key}",
+                hint=f"set rope_parameters, here {dict(config['rope_parameters'])}",
+            )
+        before = config.get(key)
+        if key in SHAPE_KEYS and type(before) is int and value is not None and not _is_size(value):
+            raise UserError(f"expected a whole number as {before}, got {value!r}", key=f"model.config.{key}")
     return {**config, **model.config}
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and value >= 0
