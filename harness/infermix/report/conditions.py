@@ -16,6 +16,7 @@ def conditions(records: Sequence[Summary], shared: Mapping[str, str], superseded
     """Pairs of (name, text) in the order in which they are printed."""
     found = [
         ("model", _join(model_label(record) for record in records)),
+        ("config overrides", _join(_overrides(record) for record in records)),
         ("weights", _join(_weights(record) for record in records)),
         ("machine", _join(_machine(record) for record in records)),
         ("device", _join(record.device for record in records)),
@@ -50,6 +51,11 @@ def cautions(records: Sequence[Summary]) -> list[str]:
 
 def _join(texts: Iterable[str]) -> str:
     return "; ".join(sorted({text for text in texts if text}))
+
+
+def _overrides(record: Summary) -> str:
+    config = _dict(_dict(record.experiment.get("model")).get("config"))
+    return ", ".join(f"{key} {value}" for key, value in sorted(config.items()))
 
 
 def _weights(record: Summary) -> str:

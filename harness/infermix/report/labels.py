@@ -36,11 +36,13 @@ def with_options(name: str, options: Mapping[str, Any]) -> str:
 
 
 def notes(record: Summary) -> list[str]:
-    """What a reader must know about a row: declared adapters, and parts that change the outputs."""
+    """What a reader must know about a row: declared adapters, parts that change the outputs, a check left out."""
     found = [f"{role} via {adapter}" for role, part in _parts(record) for adapter in _adapters(part)]
     lossy = [role for role, part in _parts(record) if not part.lossless]
     if lossy:
         found.append(f"lossy: {', '.join(lossy)}")
+    if record.engine is not None and record.engine.options.get("self_check") is False:
+        found.append("self-check switched off")
     return found
 
 
