@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch import Tensor
 from infermix_kernels.checks import require, require_device, require_floats, require_rows, require_vector
 from infermix_kernels.dependent import wait_for_inputs
 from infermix_kernels.matmul import new_output, product, rows_tile
-from infermix_kernels.matmul_launch import MatmulLaunch, MatmulWorkspace, check_matrix, split_for
+from infermix_kernels.matmul_launch import MatmulLaunch, MatmulWorkspace, check_matrix, launch_for_fp32, split_for
 
 #: More rows than this are better left to a general matrix product.
 MAX_ROWS = 16
@@ -90,7 +91,10 @@ def skinny_linear(
     require(x.dim() == 2 and 1 <= x.shape[0] <= MAX_ROWS, f"x has shape {list(x.shape)}; 1 to {MAX_ROWS} rows fit")
     require_floats(x=x, weight=weight)
     out = new_output(x, weight.shape[0], x.dtype, out)
-    launch = launch or default_launch(x.shape[0], weight.shape[0], weight.shape[1])
+    if launch is None:
+        launch = default_launch(x.shape[0], weight.shape[0], weight.shape[1])
+        if x.dtype == torch.float32 and isinstance(launch, MatmulLaunch):
+            launch = launch_for_fp32(launch)
     if isinstance(launch, MatmulLaunch):
         product(x, weight, out, launch, bias=bias, workspace=workspace, pdl=pdl)
     else:

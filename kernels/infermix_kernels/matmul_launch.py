@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -57,6 +57,13 @@ class MatmulWorkspace:
         num_tiles = launch.num_tiles(rows, columns)
         size = num_tiles * launch.split_k * launch.block_m * launch.block_n
         return num_tiles <= self.counters.numel() and size <= self.partial.numel()
+
+
+def launch_for_fp32(launch: MatmulLaunch, columns_step: int = 64) -> MatmulLaunch:
+    """A small tile for 32-bit operands, which meet on no tensor core and take twice the room."""
+    step = min(launch.block_k, columns_step)
+    stages = 2 if step <= 64 else 1
+    return replace(launch, block_m=16, block_n=32, block_k=step, num_warps=4, num_stages=stages, swap=True)
 
 
 def usable_split(launch: MatmulLaunch, workspace: MatmulWorkspace | None, rows: int, columns: int) -> int:

@@ -21,6 +21,7 @@ from infermix_kernels.matmul_launch import (
     MatmulLaunch,
     MatmulWorkspace,
     check_matrix,
+    launch_for_fp32,
     split_for,
     usable_split,
 )
@@ -88,7 +89,9 @@ def w4a16_linear(
     if launch is None and x.shape[0] > MAX_TILED_ROWS and x.dtype != torch.float32:
         dequantized_product(x, weight, bias, out, room)
     else:
-        launch = launch or default_launch(x.shape[0], weight.out_features, weight.in_features)
+        if launch is None:
+            launch = default_launch(x.shape[0], weight.out_features, weight.in_features)
+            launch = launch_for_fp32(launch, RUN) if x.dtype == torch.float32 else launch
         _tiles(x, weight, bias, out, launch, workspace, pdl)
     return out
 

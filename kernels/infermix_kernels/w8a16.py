@@ -8,7 +8,7 @@ from torch import Tensor
 
 from infermix_kernels.checks import require, require_floats
 from infermix_kernels.matmul import new_output, product, rows_tile
-from infermix_kernels.matmul_launch import MatmulLaunch, MatmulWorkspace, split_for
+from infermix_kernels.matmul_launch import MatmulLaunch, MatmulWorkspace, launch_for_fp32, split_for
 
 DTYPES = (torch.int8, torch.float8_e4m3fn)
 _PROGRAMS = 384
@@ -32,8 +32,12 @@ def w8a16_linear(
     """
     require_floats(x=x)
     require(weight.dtype in DTYPES, f"weight is {weight.dtype}, must be int8 or float8_e4m3fn")
+    group = group_size(weight, weight_scale)
+    require(group % 32 == 0 or group == weight.shape[1], f"groups of {group} columns, must be a multiple of 32")
     out = new_output(x, weight.shape[0], x.dtype, out)
-    launch = launch or default_launch(x.shape[0], weight.shape[0], weight.shape[1], group_size(weight, weight_scale))
+    if launch is None:
+        launch = default_launch(x.shape[0], weight.shape[0], weight.shape[1], group)
+        launch = launch_for_fp32(launch) if x.dtype == torch.float32 else launch
     product(x, weight, out, launch, weight_scale=weight_scale, bias=bias, workspace=workspace, pdl=pdl)
     return out
 
