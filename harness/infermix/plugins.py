@@ -19,6 +19,8 @@ from infermix.errors import UserError, nearest
 from infermix.roles.component import Component, Provenance, Registered, Role
 
 ENTRY_POINT_GROUP = "infermix"
+#: The version of a plugin that no distribution carries.
+UNPACKAGED = "unpackaged"
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ def load_catalogue(extra: Mapping[str, Any] | None = None) -> Catalogue:
     errors = _register_entry_points(manager, provenances)
     for name, plugin in (extra or {}).items():
         manager.register(plugin, name=name)
-        provenances[name] = Provenance(name, "unpackaged", getattr(plugin, "__name__", name))
+        provenances[name] = Provenance(name, UNPACKAGED, getattr(plugin, "__name__", name))
     manager.check_pending()
     components: dict[Role, dict[str, Registered]] = {role: {} for role in Role}
     for plugin_name, plugin in manager.list_name_plugin():

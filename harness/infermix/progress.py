@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import TYPE_CHECKING, Protocol
 
@@ -14,12 +15,34 @@ if TYPE_CHECKING:
     from infermix.record.record import Summary
 
 
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """How many cells a sweep has, how many `kept` their record and how many cannot run (`refused`).
+
+    `again` counts the cells that run although they have a record, by the reason.
+    """
+
+    total: int
+    kept: int = 0
+    refused: int = 0
+    again: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def to_run(self) -> int:
+        return self.total - self.kept - self.refused
+
+    def __str__(self) -> str:
+        parts = [f"{self.total} cells"]
+        parts += [f"{self.kept} kept"] if self.kept else []
+        parts += [f"{self.refused} cannot run"] if self.refused else []
+        why = ", ".join(f"{count} {reason}" for reason, count in self.again.items())
+        return ", ".join([*parts, f"{self.to_run} to run"]) + (f" ({why})" if why else "")
+
+
 class SweepProgress(Protocol):
     """What a sweep tells while it runs. `end` is called whatever happens."""
 
-    def begin(self, total: int, kept: int) -> None:
-        """`total` cells, of which `kept` have their record already or cannot run."""
-        ...
+    def begin(self, start: Start) -> None: ...
 
     def cell(self, name: str) -> None: ...
 
@@ -35,7 +58,7 @@ class SweepProgress(Protocol):
 class Silent:
     """Shows nothing."""
 
-    def begin(self, total: int, kept: int) -> None: ...
+    def begin(self, start: Start) -> None: ...
 
     def cell(self, name: str) -> None: ...
 
@@ -100,9 +123,9 @@ class Lines:
         self._tally = Tally(0, 0)
         self._phase = ""
 
-    def begin(self, total: int, kept: int) -> None:
-        self._tally = Tally(total, kept)
-        self._write(f"{total} cells, {total - kept} to run")
+    def begin(self, start: Start) -> None:
+        self._tally = Tally(start.total, start.total - start.to_run)
+        self._write(str(start))
 
     def cell(self, name: str) -> None:
         self._tally.start_cell()
@@ -146,9 +169,10 @@ class Bars:
         self._cells = self._bars.add_task("cells", total=None, state="")
         self._current = self._bars.add_task("", total=1.0, state="", visible=False)
 
-    def begin(self, total: int, kept: int) -> None:
-        self._tally = Tally(total, kept)
-        self._bars.update(self._cells, total=total)
+    def begin(self, start: Start) -> None:
+        self._tally = Tally(start.total, start.total - start.to_run)
+        self.note(str(start))
+        self._bars.update(self._cells, total=start.total)
         self._bars.start()
         self._show_cells()
 

@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from infermix.plugins import UNPACKAGED
+from infermix.record.environment import package_versions
 from infermix.record.record import Summary
 from infermix.record.store import scan_records
 from infermix.record.track import machine_of
 
 if TYPE_CHECKING:
     from infermix.compose import CellPlan
+    from infermix.roles.component import Choice
+
+
+#: Packages whose versions a kept record must share, beside the distributions of its components.
+DECIDING = ("infermix", "torch", "transformers")
+
+
+@dataclass(frozen=True)
+class Found:
+    """The latest record of a cell. `again` says why the cell runs again; empty: the record is kept."""
+
+    path: Path
+    again: str = ""
 
 
 class Earlier:
@@ -21,17 +38,24 @@ class Earlier:
     def __init__(self, directory: Path) -> None:
         scan = scan_records(directory, Summary)
         self.warnings = scan.warnings
-        found = sorted(zip(scan.records, scan.paths, strict=True), key=lambda pair: pair[0].created)
+        found = sorted(zip(scan.records, scan.paths, strict=True), key=_age)
         self._latest = {_key(record): (record, path) for record, path in found if record.complete}
+        self._versions = package_versions()
 
-    def done(self, plan: CellPlan) -> Path | None:
-        """The record of a cell that need not run again: from this machine, and refused only if it still is."""
+    def find(self, plan: CellPlan) -> Found | None:
+        """The latest record of a cell from this machine; `None` when there is none."""
         record, path = self._latest.get((plan.cell.digest, plan.machine.fingerprint), (None, None))
-        if record is None:
-            return None
+        return None if record is None or path is None else Found(path, self._again(record, plan))
+
+    def _again(self, record: Summary, plan: CellPlan) -> str:
+        """Failures are findings of one run; results stay while the versions that made them do."""
+        if record.state not in ("ok", "invalid"):
+            return f"ended in {record.state}" if record.state != "wrong" else "gave wrong results"
         if record.state == "invalid" and (plan.runs or record.reason != "; ".join(plan.reasons)):
-            return None
-        return path
+            return "refused for other reasons"
+        choices = (plan.engine, plan.workload, *plan.parts.values(), *plan.transforms, *plan.evaluators)
+        recorded = record.environment.get("packages", {})
+        return "" if same_versions(recorded, choices, self._versions) else "measured with other versions"
 
     def baseline(self, plan: CellPlan) -> Summary | None:
         """A baseline of the same model, workload, seed and machine, for a cell that runs without it (`--only`)."""
@@ -48,6 +72,20 @@ def same_track(plan: CellPlan, other: CellPlan) -> bool:
     return _track(msgspec.to_builtins(plan.cell.experiment), plan.device) == _track(
         msgspec.to_builtins(other.cell.experiment), other.device
     )
+
+
+def same_versions(recorded: Mapping[str, str], choices: Iterable[Choice], present: Mapping[str, str]) -> bool:
+    """Whether a record names the present version of every deciding package and of every component's distribution."""
+    if any(recorded.get(name) != present.get(name) for name in DECIDING):
+        return False
+    plugins = {choice.registered.provenance for choice in choices}
+    return all(recorded.get(each.distribution, UNPACKAGED) == each.version for each in plugins)
+
+
+def _age(found: tuple[Summary, Path]) -> tuple[str, int]:
+    """Stamps count seconds; within one, the file that was written later is the later one."""
+    record, path = found
+    return record.created, path.stat().st_mtime_ns
 
 
 def _key(record: Summary) -> tuple[str, str]:

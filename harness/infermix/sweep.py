@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from infermix.isolate import Child
 from infermix.measure.goodput import check_goodput
 from infermix.measure.guards import check_guard_names
 from infermix.plugins import load_catalogue
-from infermix.progress import Silent, SweepProgress
+from infermix.progress import Silent, Start, SweepProgress
 from infermix.protocol import CeilingsDone, MeasureCeilings, Progress
 from infermix.record.environment import capture_environment
 from infermix.record.record import Record, Summary
@@ -60,7 +61,7 @@ def run_experiment(
     sets: Sequence[str] = (),
     options: RunOptions | None = None,
 ) -> list[Record]:
-    """Run every cell that has no complete record from this machine yet; returns the records of all, in cell order.
+    """Run every cell that has no result to keep (see `infermix.resume`); returns the records of all, in cell order.
 
     `experiment` is a YAML file or its cells; results go to `results/<experiment name>` unless said otherwise. Raises
     `UserError` for bad input and when a record cannot be written, `KeyboardInterrupt` on Ctrl-C; in both cases no
@@ -122,19 +123,29 @@ class Sweep:
     def run(self) -> list[Record]:
         for warning in self._earlier.warnings:
             self._progress.note(warning)
-        for plan in self._plans:
-            done = None if self._options.fresh else self._earlier.done(plan)
-            if done is not None:
-                self._records[plan.cell.digest] = read_record(done)
-            elif not plan.runs:
-                self._keep(planned_record(plan, self._environment(plan)), complete=True)
-        todo = [plan for plan in self._plans if plan.cell.digest not in self._records]
-        self._progress.begin(len(self._plans), len(self._plans) - len(todo))
+        todo = self._open()
         try:
             self._run_all(self._with_ceilings(todo))
         finally:
             self._progress.end()
         return [self._records[plan.cell.digest] for plan in self._plans]
+
+    def _open(self) -> list[CellPlan]:
+        """Take over what is kept, write what is refused, and return what is left to run."""
+        kept, again = 0, Counter[str]()
+        for plan in self._plans:
+            found = None if self._options.fresh else self._earlier.find(plan)
+            if found is not None and not found.again:
+                self._records[plan.cell.digest] = read_record(found.path)
+                kept += 1
+            elif not plan.runs:
+                self._keep(planned_record(plan, self._environment(plan)), complete=True)
+            elif found is not None:
+                again[found.again] += 1
+        todo = [plan for plan in self._plans if plan.cell.digest not in self._records]
+        refused = len(self._plans) - kept - len(todo)
+        self._progress.begin(Start(total=len(self._plans), kept=kept, refused=refused, again=again))
+        return todo
 
     def _run_all(self, plans: Sequence[CellPlan]) -> None:
         for plan in sorted(plans, key=lambda plan: (not plan.cell.baseline, plan.cell.index)):

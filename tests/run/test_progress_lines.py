@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 
 from infermix.isolate import Log, child_environment
-from infermix.progress import Bars, Lines, Tally, duration
+from infermix.progress import Bars, Lines, Start, Tally, duration
 from infermix.record.record import Metric, Record, State
 from rich.console import Console
 
@@ -37,7 +37,7 @@ def test_durations() -> None:
 def test_lines_name_each_phase_once() -> None:
     lines: list[str] = []
     progress = Lines(lines.append)
-    progress.begin(2, 0)
+    progress.begin(Start(total=2))
     progress.cell("a=1")
     for fraction in (0.0, 0.5, 1.0):
         progress.phase("load", fraction)
@@ -51,10 +51,18 @@ def test_lines_name_each_phase_once() -> None:
     assert lines[6].startswith("  oom: too big (")
 
 
+def test_the_start_line_says_what_is_kept_and_why_cells_run_again() -> None:
+    again = {"ended in error": 1, "measured with other versions": 3}
+    assert str(Start(total=6, kept=2, again=again)) == (
+        "6 cells, 2 kept, 4 to run (1 ended in error, 3 measured with other versions)"
+    )
+    assert str(Start(total=3, refused=1)) == "3 cells, 1 cannot run, 2 to run"
+
+
 def test_bars_show_cell_phase_and_outcome() -> None:
     text = io.StringIO()
     bars = Bars(Console(file=text, force_terminal=True, width=100))
-    bars.begin(2, 0)
+    bars.begin(Start(total=2))
     bars.cell("kv=[paged]")
     bars.phase("capture", 0.5)
     bars.done(record())

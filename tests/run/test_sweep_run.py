@@ -15,8 +15,12 @@ from typing import Any
 import infermix
 import pytest
 from infermix.errors import UserError
+from infermix.progress import Start
+from infermix.record.environment import package_versions
 from infermix.record.record import Record, Summary
 from infermix.record.store import scan_records
+from infermix.resume import same_versions
+from infermix.roles.component import Choice, Component, Provenance, Registered, Role
 
 Write = Callable[..., Path]
 
@@ -31,10 +35,12 @@ class Recorder:
         self.phases: list[str] = []
         self.notes: list[str] = []
         self.totals: tuple[int, int] | None = None
+        self.again: dict[str, int] = {}
         self.ended = False
 
-    def begin(self, total: int, kept: int) -> None:
-        self.totals = (total, kept)
+    def begin(self, start: Start) -> None:
+        self.totals = (start.total, start.kept)
+        self.again = dict(start.again)
 
     def cell(self, name: str) -> None:
         self.cells.append(name)
@@ -140,6 +146,41 @@ def test_a_record_of_another_machine_does_not_count(experiment: Write, sweep: An
     path.write_text(json.dumps(data))
     _, heard = sweep(experiment())
     assert len(heard.cells) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"state": "error"}, "ended in error"),
+        ({"state": "oom"}, "ended in oom"),
+        ({"state": "timeout"}, "ended in timeout"),
+        ({"state": "wrong"}, "gave wrong results"),
+        ({"state": "invalid", "reason": "no"}, "refused for other reasons"),
+        ({"packages": {"torch": "0.1"}}, "measured with other versions"),
+        ({"packages": {"infermix": "0.0"}}, "measured with other versions"),
+    ],
+)
+def test_what_is_no_result_to_keep_runs_again(
+    experiment: Write, sweep: Any, tmp_path: Path, change: dict[str, Any], why: str
+) -> None:
+    sweep(experiment())
+    (path,) = files(tmp_path)
+    data = json.loads(path.read_text())
+    data["environment"]["packages"] |= change.pop("packages", {})
+    path.write_text(json.dumps(data | change))
+    records, heard = sweep(experiment())
+    assert heard.again == {why: 1}
+    assert [record.state for record in records] == ["ok"]
+    _, heard = sweep(experiment())
+    assert (heard.totals, heard.cells) == ((1, 1), [])
+
+
+def test_another_version_of_a_part_runs_its_cells_again() -> None:
+    packages = package_versions()
+    engine = Registered(Component(name="e", role=Role.ENGINE, summary="", build=print), Provenance("mine", "2", "m"))
+    choices = [Choice(engine, None)]
+    assert same_versions({**packages, "mine": "2"}, choices, packages)
+    assert not same_versions({**packages, "mine": "1"}, choices, packages)
 
 
 def test_refused_cells_get_their_record_at_once(experiment: Write, sweep: Any, tmp_path: Path) -> None:

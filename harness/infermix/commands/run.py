@@ -22,7 +22,10 @@ HELP = "run or resume an experiment"
 _INTERRUPTED = 130
 _ROWS = 30
 
-EPILOG = """exit status: 0 when cells ran well, 1 when a cell ended in error or wrong or none ended well,
+EPILOG = """Cells that have a result from this machine are kept. A cell runs again when its last record is wrong,
+error, oom or timeout, or when infermix, torch, transformers or the package of one of its parts has a new version.
+Edited code without a new version is not noticed: --fresh runs everything again. The first line says what is kept,
+and why cells run again. Exit status: 0 when cells ran well, 1 when a cell ended in error or wrong or none ended well,
 2 for bad input, 130 after Ctrl-C; finished cells are kept and the next run resumes"""
 
 
@@ -33,7 +36,11 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--set", dest="sets", action="append", default=[], metavar="a.b=VALUE", help="override one value"
     )
     parser.add_argument("--only", metavar="GLOB", help="run the cells whose name matches")
-    parser.add_argument("--fresh", action="store_true", help="run cells again although their record is there")
+    parser.add_argument(
+        "--fresh",
+        action="store_true",
+        help="run every cell again, also where its result would be kept (after editing code)",
+    )
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the records (default: results/NAME)")
     parser.add_argument(
         "--profile", action="store_true", help="write a torch trace of one extra repeat per cell to DIR/traces"
