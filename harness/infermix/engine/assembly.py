@@ -65,6 +65,10 @@ class Assembly:
         choice = self.context.parts[role]
         return choice.component.build(choice.options, build_context)
 
+    def lossless(self, role: Role) -> bool:
+        choice = self.context.parts[role]
+        return choice.component.lossless(choice.options)
+
     def executed(self, role: Role, part: Any, **facts: Any) -> None:
         choice: Choice = self.context.parts[role]
         via = {"via": dict(choice.via)} if choice.via else {}
@@ -92,6 +96,7 @@ def assemble(options: NativeOptions, context: EngineContext) -> NativeEngine:
                 device=build.device,
                 dtype=build.dtype,
                 reference=build.reference,
+                exact=build.lossless(Role.ATTENTION) and build.lossless(Role.KV),
             )
     joint.attach(attention, store)
     sampler = TokenSampler(build.max_num_seqs, context.facts.vocab_size, build.device, loaded.eos_token_ids)
@@ -126,8 +131,7 @@ def _change_model(build: Assembly, loaded: LoadedModel) -> Joint:
     The reference of the self-check is collected before anything that must not change the logits: before everything
     when the quantizer is lossless, otherwise between the quantizer and what follows it.
     """
-    choice, model = build.context.parts[Role.QUANTIZER], loaded.model
-    lossless = choice.component.lossless(choice.options)
+    model, lossless = loaded.model, build.lossless(Role.QUANTIZER)
     if lossless:
         _collect_reference(build, model, "the model as loaded")
     build.transforms.apply("before_quantizer", model, build.phase)

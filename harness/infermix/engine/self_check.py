@@ -2,7 +2,8 @@
 
 Random tokens run twice: packed through the joint (several sequences of different lengths, joining and finishing,
 chunked prefill mixed with decode), and one by one through transformers' own eager full forward. Logits are compared:
-greedy tokens alone would let a wrong scale or shifted positions pass.
+greedy tokens alone would let a wrong scale or shifted positions pass. What hides in the rounding of a whole model is
+left to `engine.attention_check`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from infermix.engine.attention_check import check_attention_part
 from infermix.engine.walk import full_logits, packed_logits, random_sequences
 from infermix.errors import Unsupported, WrongResult
 from infermix.roles.families import DRIVEN
@@ -35,6 +37,8 @@ _KEPT_ROWS = 32
 _FLOAT32_TOLERANCE = 1e-4
 #: Our error may be this many times what separates two of transformers' own attention implementations.
 _FLOOR_FACTOR = 2
+#: Stands in the record where attention and KV store cannot be compared with their plain meaning.
+LOSSY = "not checked alone: attention or KV layout is lossy"
 _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -87,13 +91,15 @@ def self_check(
     device: torch.device,
     dtype: torch.dtype,
     reference: Reference | None = None,
+    exact: bool = True,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Compare packed with full logits; returns the figures for the record.
+    """Compare packed with full logits, then attention with its plain meaning; returns the figures for the record.
 
-    `reference` is collected here when the caller has none. Uses a store of its own, and leaves the joint detached.
-    Raises `WrongResult` when the relative error exceeds what the dtype, or the model's own sensitivity to rounding,
-    explains.
+    `reference` is collected here when the caller has none. `exact` says that neither `attention` nor `layout` loses
+    anything but rounding; without it, attention is not checked on its own. Uses stores of its own, and leaves the
+    joint detached. Raises `WrongResult` when a relative error exceeds what the dtype, or the model's own sensitivity
+    to rounding, explains.
     """
     reference = reference or collect_reference(model, joint, seed=seed)
     packed = _packed_or_refused(joint, attention, layout, reference.sequences, device, dtype)
@@ -116,7 +122,21 @@ def self_check(
         "num_tokens": sum(map(len, reference.sequences)),
         "windows_crossed": reference.windows_crossed,
         "reference": f"transformers eager full forward of {reference.of}",
+        "attention": _attention_alone(joint, attention, layout, reference, device, dtype, seed) if exact else LOSSY,
     }
+
+
+def _attention_alone(
+    joint: Joint,
+    attention: AttentionBackend,
+    layout: KVLayout,
+    reference: Reference,
+    device: torch.device,
+    dtype: torch.dtype,
+    seed: int,
+) -> dict[str, Any]:
+    lengths = [len(ids) for ids in reference.sequences]
+    return check_attention_part(joint, attention, layout, lengths, device=device, dtype=dtype, seed=seed)
 
 
 def relative_error(seen: Sequence[Tensor], expected: Sequence[Tensor]) -> float:

@@ -71,7 +71,7 @@ def packed_logits(
     try:
         for number, pieces in enumerate(steps(lengths, chunk, num_decode)):
             first_kept = [max(0, length - kept_rows) for length in lengths]
-            ordered = _reserve(space, pieces)
+            ordered = reserve(space, pieces)
             rows, logits = _run(joint, space, shape, sequences, ordered, first_kept, checked=number == 0)
             for piece, part in zip(ordered, logits.float().cpu().split(rows), strict=True):
                 collected[piece.sequence].append(part)
@@ -88,7 +88,7 @@ def full_logits(joint: Joint, ids: Sequence[int], kept_rows: int, implementation
     return joint.reference(tokens, kept_rows, implementation).float().cpu()
 
 
-def _reserve(space: KVSpace, pieces: Sequence[Piece]) -> list[Piece]:
+def reserve(space: KVSpace, pieces: Sequence[Piece]) -> list[Piece]:
     """Make room; returns the pieces in batch order (a layout with fixed rows orders them by row)."""
     for piece in pieces:
         reserved = space.reserve(piece.sequence, piece.start + piece.num_new)

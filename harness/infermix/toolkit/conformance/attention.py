@@ -16,6 +16,7 @@ from infermix.roles.component import Component, meets
 from infermix.roles.kv_store import DenseView, PagedView, RaggedView, View
 from infermix.toolkit.conformance.batches import make_batch
 from infermix.toolkit.conformance.component import DTYPES, example_machine, example_model, usable_dtype
+from infermix.toolkit.plain_attention import plain_attention
 
 #: (query lengths, context lengths): decode, verification, prefill, chunks, and a mix of them.
 LENGTHS = (
@@ -94,27 +95,9 @@ def reference_attention(case: Any) -> Tensor:
     """`[T, H, Dv]` in fp64, one sequence and head at a time."""
     pieces, start = [], 0
     for query_len, keys, values in zip(case.query_lens, case.keys, case.values, strict=True):
-        pieces.append(_reference_sequence(case.q[start : start + query_len], keys, values, case.layer))
+        pieces.append(plain_attention(case.q[start : start + query_len], keys, values, case.layer))
         start += query_len
     return torch.cat(pieces)
-
-
-def _reference_sequence(q: Tensor, keys: Tensor, values: Tensor, layer: LayerSpec) -> Tensor:
-    query_len, context = q.shape[0], keys.shape[0]
-    group = layer.num_heads // layer.num_kv_heads
-    k = keys.double().repeat_interleave(group, 1)
-    v = values.double().repeat_interleave(group, 1)
-    scores = torch.einsum("nhd,chd->hnc", q.double(), k) * layer.scale
-    if layer.softcap is not None:
-        scores = layer.softcap * torch.tanh(scores / layer.softcap)
-    distance = torch.arange(context - query_len, context)[:, None] - torch.arange(context)
-    visible = (distance >= 0) & (distance < (layer.window or context + 1))
-    scores = scores.masked_fill(~visible.to(scores.device), float("-inf"))
-    if layer.sinks is not None:
-        sinks = layer.sinks.double()[:, None, None].expand(-1, query_len, 1)
-        scores = torch.cat((scores, sinks), -1)
-    probs = torch.softmax(scores, -1)[..., :context]
-    return torch.einsum("hnc,chd->nhd", probs, v)
 
 
 def tolerance(dtype: torch.dtype) -> float:
