@@ -7,6 +7,7 @@ cannot run is a verdict of its cell, with one sentence per reason. Nothing is ru
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,11 +23,16 @@ from infermix.features import match
 from infermix.fitting import Fitter
 from infermix.plugins import Catalogue
 from infermix.roles.component import PART_ROLES, Choice, Role
+from infermix.roles.evaluator import EvaluatorOptions
 from infermix.roles.facts import MachineFacts, ModelFacts, ResolvedSource
+from infermix.roles.workload import WorkloadOptions
 from infermix.spec.experiment import DEFAULT_PARTS, Cell, ModelSource, Use
 from infermix.spec.load import Sweep
 from infermix.spec.validate import Locate, Report, check_struct, nowhere
 from infermix.spec.yaml_marks import KeyPath
+
+#: How the place of a line inside a data file ends.
+_IN_FILE = re.compile(r":\d+$")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +124,7 @@ class _Chooser:
     def __init__(self, catalogue: Catalogue) -> None:
         self._catalogue = catalogue
         self._known: dict[tuple[Role, bytes], Choice] = {}
+        self._checked: dict[tuple[int, str], UserError | None] = {}
 
     def choose(self, cell: Cell, report: Report) -> _Chosen | None:
         experiment = cell.experiment
@@ -133,6 +140,9 @@ class _Chooser:
             return None
         if evaluators is None or transforms is None:
             return None
+        self._check_files(workload, ("workload",), experiment.base, report)
+        for index, evaluator in enumerate(evaluators):
+            self._check_files(evaluator, ("quality", index), experiment.base, report)
         given = {role: choice for role, choice in explicit.items() if choice is not None}
         parts = self._hosted(engine, given, report)
         return _Chosen(engine, workload, given, parts, evaluators, transforms) if parts is not None else None
@@ -172,9 +182,33 @@ class _Chooser:
         options = check_struct(use.options, registered.component.options, path, report)
         return Choice(registered, options) if options is not None else None
 
+    def _check_files(self, choice: Choice, at: KeyPath, base: str, report: Report) -> None:
+        """Files that options name are read once per distinct choice, before anything starts."""
+        if not isinstance(choice.options, WorkloadOptions | EvaluatorOptions):
+            return
+        key = (id(choice), base)
+        if key not in self._checked:
+            self._checked[key] = _fault_of(choice.options, Path(base))
+        error = self._checked[key]
+        if error is None:
+            return
+        if error.where and _IN_FILE.search(error.where):
+            report.errors.append(error)
+        else:
+            path = (*at, error.key.rpartition(".")[2]) if error.key else at
+            report.add(path, ": ".join(filter(None, (error.where, error.message))), error.hint)
+
     def _with_failures(self, hint: str | None) -> str | None:
         broken = ", ".join(sorted(self._catalogue.errors))
         return f"{hint or ''}; plugins that failed to load: {broken}".strip("; ") if broken else hint
+
+
+def _fault_of(options: WorkloadOptions | EvaluatorOptions, base: Path) -> UserError | None:
+    try:
+        options.check(base)
+    except UserError as error:
+        return error
+    return None
 
 
 class _Planner:

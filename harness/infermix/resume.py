@@ -13,7 +13,7 @@ from infermix.plugins import UNPACKAGED
 from infermix.record.environment import package_versions
 from infermix.record.record import Summary
 from infermix.record.store import scan_records
-from infermix.record.track import machine_of
+from infermix.record.track import machine_of, workload_data
 
 if TYPE_CHECKING:
     from infermix.compose import CellPlan
@@ -59,19 +59,17 @@ class Earlier:
 
     def baseline(self, plan: CellPlan) -> Summary | None:
         """A baseline of the same model, workload, seed and machine, for a cell that runs without it (`--only`)."""
-        ours = _track(msgspec.to_builtins(plan.cell.experiment), plan.device)
+        ours = _planned_track(plan)
         for (_, fingerprint), (record, _) in self._latest.items():
             same_machine = fingerprint == plan.machine.fingerprint
-            if record.baseline and same_machine and _track(record.experiment, record.device) == ours:
+            if record.baseline and same_machine and _track(record.experiment, record.device, record.data) == ours:
                 return record
         return None
 
 
 def same_track(plan: CellPlan, other: CellPlan) -> bool:
     """Whether two cells of one sweep may be compared."""
-    return _track(msgspec.to_builtins(plan.cell.experiment), plan.device) == _track(
-        msgspec.to_builtins(other.cell.experiment), other.device
-    )
+    return _planned_track(plan) == _planned_track(other)
 
 
 def same_versions(recorded: Mapping[str, str], choices: Iterable[Choice], present: Mapping[str, str]) -> bool:
@@ -92,5 +90,9 @@ def _key(record: Summary) -> tuple[str, str]:
     return record.cell_digest, str(machine_of(record).get("fingerprint", ""))
 
 
-def _track(experiment: dict[str, Any], device: str) -> tuple[Any, ...]:
-    return (*(experiment.get(key) for key in ("model", "workload", "seed")), device)
+def _planned_track(plan: CellPlan) -> tuple[Any, ...]:
+    return _track(msgspec.to_builtins(plan.cell.experiment), plan.device, plan.cell.data)
+
+
+def _track(experiment: dict[str, Any], device: str, data: Mapping[str, str]) -> tuple[Any, ...]:
+    return (*(experiment.get(key) for key in ("model", "workload", "seed")), device, workload_data(data))

@@ -72,10 +72,10 @@ def run_experiment(
     directory = default_results_dir(cells) if results_dir is None else Path(results_dir)
     selected = cells.only(chosen.only) if isinstance(cells, SweepCells) else select_cells(cells, chosen.only)
     check_names(selected)
-    prepare_directory(directory)
     catalogue = load_catalogue(load_extra_plugins(chosen.extra_plugins))
-    sweep = Sweep(compose(selected, catalogue), directory, chosen)
-    return sweep.run()
+    plans = compose(selected, catalogue)
+    prepare_directory(directory)
+    return Sweep(plans, directory, chosen).run()
 
 
 def default_results_dir(cells: Sequence[Cell]) -> Path:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from infermix.errors import UserError
 from infermix.hookspecs import hookimpl
 from infermix.roles.component import Component, Features, Role
 from infermix.roles.evaluator import EvaluatorOptions
@@ -38,6 +40,10 @@ class LmEvalOptions(EvaluatorOptions, frozen=True, kw_only=True):
     def max_tokens(self) -> int:
         # The last token of a scored sequence is only a target, not an input.
         return self.max_length + 1
+
+    def check(self, base: Path) -> None:
+        if self.include_path is not None and not (base / self.include_path).is_dir():
+            raise UserError(f"there is no folder {str(base / self.include_path)!r}", key="include_path")
 
 
 def _build(options: LmEvalOptions, context: Any) -> Any:

@@ -34,11 +34,16 @@ def test_the_mix_does_not_change_the_track(make_record) -> None:
         },
         {"experiment": {"model": {}, "workload": {"name": "prompts", "options": {"num_requests": 9}}}},
         {"experiment": {"model": {}, "workload": {"name": "prompts", "options": {"num_requests": 8}}, "seed": 1}},
+        {"data": {"workload.path": "other content"}},
     ],
-    ids=["model", "device", "machine", "weights", "workload", "seed"],
+    ids=["model", "device", "machine", "weights", "workload", "seed", "data"],
 )
 def test_what_changes_the_track(make_record, change: dict) -> None:
     assert track_id(make_record()) != track_id(make_record(**change))
+
+
+def test_the_text_of_an_evaluator_does_not_change_the_track(make_record) -> None:
+    assert track_id(make_record()) == track_id(make_record(data={"quality[0].corpus": "a text"}))
 
 
 def test_title_names_model_machine_and_dummy_weights(make_record) -> None:

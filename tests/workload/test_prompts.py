@@ -115,24 +115,24 @@ def test_too_few_prompts(make_context, write, tokenizer) -> None:
 @pytest.mark.parametrize(
     ("line", "options", "message"),
     [
-        ({"prompt": ""}, {}, r"p\.jsonl:2: the prompt is empty"),
-        ({"prompt": " \n"}, {}, r"p\.jsonl:2: the prompt is empty"),
-        ({"turns": [""]}, {}, r"p\.jsonl:2: the prompt is empty"),
-        ({"messages": [{"role": "user", "content": ""}]}, {}, r"p\.jsonl:2: the prompt is empty"),
-        ({"turns": []}, {}, r"p\.jsonl:2: field 'turns' must be .* not empty"),
-        ({"prompt": 7}, {}, r"p\.jsonl:2: field 'prompt' must be a text"),
-        ({"messages": [{"role": "user"}]}, {}, r"p\.jsonl:2: messages\[0\]: a message needs"),
-        ({"messages": [{"role": "user", "content": "a"}]}, {"chat": False}, r"p\.jsonl:2: .*chat is false"),
-        ({"promt": "a", "id": 1}, {}, r"p\.jsonl:2: no field 'prompt or text or messages or turns'; .* promt, id"),
+        ({"prompt": ""}, {}, r"p\.jsonl:2:1: the prompt is empty"),
+        ({"prompt": " \n"}, {}, r"p\.jsonl:2:1: the prompt is empty"),
+        ({"turns": [""]}, {}, r"p\.jsonl:2:1: the prompt is empty"),
+        ({"messages": [{"role": "user", "content": ""}]}, {}, r"p\.jsonl:2:1: the prompt is empty"),
+        ({"turns": []}, {}, r"p\.jsonl:2:1: field 'turns' must be .* not empty"),
+        ({"prompt": 7}, {}, r"p\.jsonl:2:1: field 'prompt' must be a text"),
+        ({"messages": [{"role": "user"}]}, {}, r"p\.jsonl:2:1: messages\[0\]: a message needs"),
+        ({"messages": [{"role": "user", "content": "a"}]}, {"chat": False}, r"p\.jsonl:2:1: .*chat is false"),
+        ({"promt": "a", "id": 1}, {}, r"p\.jsonl:2:1: no field 'prompt or text or messages or turns'; .* promt, id"),
         (
             {"prompt": "a"},
             {"field": "prompts"},
-            r"p\.jsonl:1: no field 'prompts'; the line has prompt \(did you mean",
+            r"p\.jsonl:1:1: no field 'prompts'; the line has prompt \(did you mean",
         ),
-        ({"prompt": "a"}, {"order": "round_robin"}, r"p\.jsonl:1: no field 'category'; the line has prompt"),
-        ({"prompt": "w " * 93}, {}, r"p\.jsonl:2: the prompt has 93 tokens, with 8 new ones 101, .* may have 100"),
+        ({"prompt": "a"}, {"order": "round_robin"}, r"p\.jsonl:1:1: no field 'category'; the line has prompt"),
+        ({"prompt": "w " * 93}, {}, r"p\.jsonl:2:1: the prompt has 93 tokens, with 8 new ones 101, .* may have 100"),
         ('{"prompt": "a",}', {}, r"p\.jsonl:2:\d+: not JSON"),
-        ('["a"]', {}, r"p\.jsonl:2: expected a JSON object, got list"),
+        ('["a"]', {}, r"p\.jsonl:2:1: expected a JSON object, got list"),
     ],
 )
 def test_faults_name_their_line(make_context, write, line, options, message) -> None:
@@ -144,7 +144,7 @@ def test_faults_name_their_line(make_context, write, line, options, message) -> 
 def test_no_chat_template(make_context, write, tokenizer) -> None:
     write({"turns": ["a"]})
     tokenizer.has_template = False
-    with pytest.raises(UserError, match=r"p\.jsonl:1: the tokenizer has no chat template \(chat: false sends"):
+    with pytest.raises(UserError, match=r"p\.jsonl:1:1: the tokenizer has no chat template \(chat: false sends"):
         build(make_context())
     assert build(make_context(), chat=False).requests(0)[0].prompt_ids == (10,)
 

@@ -39,6 +39,7 @@ def planned_record(plan: CellPlan, environment: dict[str, Any]) -> Record:
         overrides=msgspec.to_builtins(cell.overrides),
         baseline=cell.baseline,
         experiment=_shareable(msgspec.to_builtins(cell.experiment)),
+        data=dict(cell.data),
         state="invalid",
         reason="; ".join(plan.reasons),
         device=plan.device,
@@ -157,7 +158,11 @@ def _add_metrics(record: Record, plan: CellPlan, answers: Answers) -> None:
     assert answers.setup is not None
     measure = plan.cell.experiment.measure
     record.metrics = summarise(record.repeats, measure.goodput)
-    record.guards = [*_guards(record, answers.setup, measure.guards), *_executed_guard(record)]
+    record.guards = [
+        *_guards(record, answers.setup, measure.guards),
+        *_executed_guard(record),
+        *_self_check_guard(record),
+    ]
     record.roofline = roofline(plan, record)
 
 
@@ -179,6 +184,13 @@ def _executed_guard(record: Record) -> list[GuardResult]:
         return []
     detail = f"the engine did not report what executed as {', '.join(silent)}"
     return [GuardResult(name="executed", verdict="yellow", detail=detail, value=float(len(silent)), limit=0.0)]
+
+
+def _self_check_guard(record: Record) -> list[GuardResult]:
+    """Yellow when nothing proved at load that the engine computes what the model computes."""
+    if record.engine is None or record.engine.options.get("self_check") is not False:
+        return []
+    return [GuardResult(name="self_check", verdict="yellow", detail="switched off by the experiment")]
 
 
 def _mean_counters(repeats: Sequence[Repeat]) -> dict[str, float]:

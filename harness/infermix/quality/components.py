@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta
@@ -9,7 +10,7 @@ from msgspec import Meta
 from infermix.roles.component import Component, Features, Role
 from infermix.roles.evaluator import EvaluatorOptions
 from infermix.roles.facts import MachineFacts, ModelFacts
-from infermix.toolkit.corpus import PYDOC_TOPICS
+from infermix.toolkit.corpus import PYDOC_TOPICS, check_corpus
 
 CorpusName = Annotated[
     str, Meta(description=f"text file relative to the experiment, or {PYDOC_TOPICS}, which ships with Python")
@@ -65,6 +66,9 @@ class PerplexityOptions(EvaluatorOptions, frozen=True, kw_only=True):
         window = self.window if self.num_tokens is None else min(self.window, self.num_tokens)
         return window + (self.bos == "bos")
 
+    def check(self, base: Path) -> None:
+        check_corpus(self.corpus, base)
+
 
 class AgreementOptions(EvaluatorOptions, frozen=True, kw_only=True):
     """Agreement with the reference parts and the unquantized weights, on logits and on greedy tokens."""
@@ -99,6 +103,9 @@ class AgreementOptions(EvaluatorOptions, frozen=True, kw_only=True):
 
     def max_tokens(self) -> int:
         return max(self.num_tokens, self.prompt_tokens + self.new_tokens)
+
+    def check(self, base: Path) -> None:
+        check_corpus(self.corpus, base)
 
 
 def _build_perplexity(options: PerplexityOptions, context: Any) -> Any:

@@ -89,7 +89,8 @@ class QualityRecord(msgspec.Struct, kw_only=True):
 class Summary(msgspec.Struct, kw_only=True):
     """What tables need of a record: everything but the raw samples, the outputs and the log.
 
-    `experiment` is the resolved experiment as plain data, without its sweep. `track` groups comparable rows
+    `experiment` is the resolved experiment as plain data, without its sweep; `data` the sha256 of every file that its
+    options name (`workload.path` -> sha256). `track` groups comparable rows
     (see `record.track`). `model` holds at least `digest` (of the configuration, whatever the dtype) and
     `label`; `environment` is what `capture_environment` returned. `paired` is set when the cell was interleaved
     with its baseline (`measure.interleave`): `mode` (`alternating` or `by process`, or `none` with a `reason`),
@@ -106,6 +107,7 @@ class Summary(msgspec.Struct, kw_only=True):
     baseline: bool = False
     track: str = ""
     experiment: dict[str, Any] = {}
+    data: dict[str, str] = {}
     state: State
     reason: str = ""
     device: str = ""

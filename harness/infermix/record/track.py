@@ -1,13 +1,14 @@
 """Tracks: which records may share a table.
 
-Rows are comparable when they ran the same model (same kind of weights), the same workload drawn from the
-same seed, with the same number of threads, on the same machine and device. Everything else (parts, engine,
+Rows are comparable when they ran the same model (same kind of weights), the same workload over the same data, drawn
+from the same seed, with the same number of threads, on the same machine and device. Everything else (parts, engine,
 dtype) is what a table compares.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Any
 
@@ -31,15 +32,22 @@ def track_fields(record: Summary) -> dict[str, Any]:
     """
     experiment = record.experiment
     source = _plain(experiment.get("model"))
+    data = workload_data(record.data)
     return {
         "model": record.model.get("digest") or source,
         "weights": source.get("weights", "real"),
         "workload": experiment.get("workload"),
+        **({"data": data} if data else {}),
         "seed": experiment.get("seed", 0),
         "num_threads": _plain(experiment.get("limits")).get("num_threads"),
         "machine": machine_of(record).get("fingerprint", ""),
         "device": record.device,
     }
+
+
+def workload_data(data: Mapping[str, str]) -> dict[str, str]:
+    """Digests of the files that the workload reads; those of evaluators do not change what was timed."""
+    return {path: digest for path, digest in data.items() if path.startswith("workload.")}
 
 
 def track_title(record: Summary) -> str:

@@ -21,6 +21,13 @@ class EvaluatorOptions(Options, frozen=True, kw_only=True):
         """Longest sequence that it scores or generates, prompt included; `None` when only the data tells."""
         return None
 
+    def check(self, base: Path) -> None:
+        """Read the files that the options name, relative to `base`, before anything runs.
+
+        Raises `UserError` for one that is missing or holds bad data, with file and line where there is one. What
+        needs a tokenizer is left to the run.
+        """
+
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluatorContext:

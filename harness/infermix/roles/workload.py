@@ -26,6 +26,13 @@ class WorkloadOptions(Options, frozen=True, kw_only=True):
         """Upper bound of requests in flight at once; `None` when unbounded."""
         return None
 
+    def check(self, base: Path) -> None:
+        """Read the files that the options name, relative to `base`, before anything runs.
+
+        Raises `UserError` for one that is missing or holds bad data, with file and line where there is one. What
+        needs a tokenizer is left to the run.
+        """
+
 
 @dataclass(frozen=True, kw_only=True)
 class WorkloadContext:

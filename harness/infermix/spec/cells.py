@@ -65,6 +65,7 @@ def build_cells(
             overrides=overrides[position],
             digest=digest,
             baseline=index in baselines,
+            data=digests.data(experiments[index]),
         )
         for position, (digest, index) in enumerate(first.items())
     )

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from infermix.spec.experiment import DEFAULT_PARTS, Experiment, Use
+from infermix.spec.yaml_marks import KeyPath, dotted
 
 #: Raised when the meaning of an experiment changes without its text changing.
 EXPERIMENT_VERSION = 1
@@ -41,13 +42,20 @@ class Digests:
         data["version"] = EXPERIMENT_VERSION
         return hashlib.sha256(msgspec.json.encode(data, order="deterministic")).hexdigest()
 
+    def data(self, experiment: Experiment) -> dict[str, str]:
+        """sha256 of every file that an option names, by the path of the option, such as `workload.path`."""
+        return {dotted(path): content for path, _, content in self._named(experiment)}
+
+    def _named(self, experiment: Experiment) -> Iterator[tuple[KeyPath, str, str]]:
+        for at, use in _uses(experiment):
+            for path, text in _texts(use.options, at):
+                content = self._remember(text, whole=True) if "/" in text or "." in text else None
+                if content:
+                    yield path, text, content
+
     def _files(self, experiment: Experiment) -> Iterator[tuple[str, str]]:
-        uses: list[Use] = [experiment.workload, experiment.engine, *experiment.parts.values()]
-        uses += [*experiment.transforms, *experiment.quality]
-        for text in {text for use in uses for text in _texts(use.options)}:
-            content = self._remember(text, whole=True) if "/" in text or "." in text else None
-            if content:
-                yield text, content
+        for _, text, content in self._named(experiment):
+            yield text, content
         weights = self._remember(experiment.model.source, whole=False)
         if weights:
             yield experiment.model.source, weights
@@ -83,12 +91,22 @@ def _ends(path: Path) -> str:
         return hashlib.sha256(f"{size}:".encode() + head + file.read(_CHUNK)).hexdigest()
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _uses(experiment: Experiment) -> Iterator[tuple[KeyPath, Use]]:
+    yield ("workload",), experiment.workload
+    yield ("engine",), experiment.engine
+    for role, use in experiment.parts.items():
+        yield ("parts", role), use
+    for key, uses in (("transforms", experiment.transforms), ("quality", experiment.quality)):
+        for index, use in enumerate(uses):
+            yield (key, index), use
+
+
+def _texts(value: Any, at: KeyPath) -> Iterator[tuple[KeyPath, str]]:
     if isinstance(value, str):
-        yield value
+        yield at, value
     elif isinstance(value, dict):
-        for item in value.values():
-            yield from _texts(item)
+        for key, item in value.items():
+            yield from _texts(item, (*at, str(key)))
     elif isinstance(value, list):
-        for item in value:
-            yield from _texts(item)
+        for index, item in enumerate(value):
+            yield from _texts(item, (*at, index))

@@ -103,7 +103,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     """One point of a sweep. `overrides` are the swept paths and values; `digest` identifies the resolved experiment.
 
     `name` is short and unique inside the experiment, e.g. `attention=sdpa,kv=paged`; `baseline` marks the row that
-    others are divided by.
+    others are divided by. `data` is the sha256 of every file that an option names, by the option's path.
     """
 
     index: int
@@ -112,3 +112,4 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     overrides: dict[str, Any] = {}
     digest: str = ""
     baseline: bool = False
+    data: dict[str, str] = {}

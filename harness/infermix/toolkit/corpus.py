@@ -38,6 +38,12 @@ def read_corpus(name: str, base: Path) -> Corpus:
     return Corpus(path.stem, text)
 
 
+def check_corpus(name: str, base: Path) -> None:
+    """Raises `UserError` as `read_corpus` would."""
+    if name != PYDOC_TOPICS:
+        read_corpus(name, base)
+
+
 def _pydoc_topics() -> Corpus:
     from pydoc_data.topics import topics
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -9,7 +10,7 @@ from msgspec import Meta
 
 from infermix.roles.component import Component, Role
 from infermix.roles.workload import Workload, WorkloadContext, WorkloadOptions
-from infermix.toolkit.corpus import PYDOC_TOPICS
+from infermix.toolkit.corpus import PYDOC_TOPICS, check_corpus
 
 Tokens = Annotated[int, Meta(ge=1, description="number of tokens", extra={"unit": "tokens"})]
 Rate = Annotated[float, Meta(gt=0, description="mean arrivals per second", extra={"unit": "requests/s"})]
@@ -161,6 +162,11 @@ class PromptsOptions(RequestOptions, frozen=True, kw_only=True):
     ] = "file"
     repeat_prompts: Annotated[bool, Meta(description="start again when there are fewer than asked")] = False
 
+    def check(self, base: Path) -> None:
+        from infermix.workload.prompts import read_entries
+
+        read_entries(self, base)
+
     def most_requests(self) -> int | None:
         return self.num_requests
 
@@ -175,6 +181,9 @@ class CorpusOptions(RequestOptions, frozen=True, kw_only=True):
     input_tokens: Annotated[Tokens, Meta(description="length of every prompt")] = 128
     max_new_tokens: Annotated[Tokens, Meta(description="most output tokens")] = 128
     repeat_prompts: Annotated[bool, Meta(description="start again when the text is too short")] = False
+
+    def check(self, base: Path) -> None:
+        check_corpus(self.path, base)
 
     def max_request_tokens(self) -> int:
         return self.input_tokens + self.max_new_tokens

@@ -21,28 +21,48 @@ FIELDS = ("prompt", "text", "messages", "turns")
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One object of the file; `where` is `path:line`."""
+    """One object of the file; `where` is `path:line:column`."""
 
     where: str
     data: Mapping[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One prompt before it is tokenized: plain text, or the messages of a chat. `hint`: how to do without a chat."""
+
+    where: str
+    category: str
+    text: str = ""
+    messages: Sequence[Mapping[str, str]] = ()
+    hint: str = ""
+
+
 def read_prompts(options: PromptsOptions, context: WorkloadContext) -> ListSource:
     """Read, order and tokenize. Only the prompts that a repeat needs are tokenized, all of them with `vary`.
 
-    Raises `UserError`, naming file and line, for a file or field that is missing, a line that is no JSON object, an
-    empty prompt, a prompt that does not fit the model, and too few prompts.
+    Raises `UserError` as `read_entries` does, and for a prompt that is empty to the tokenizer or does not fit the
+    model.
     """
     tokenizer = require_tokenizer(context.tokenizer, "prompts")
-    path = context.base / options.path
+    entries, wanted = read_entries(options, context.base)
+    prompts = [_prompt(entry, options, tokenizer, context.max_model_len) for entry in entries]
+    return ListSource(prompts, wanted)
+
+
+def read_entries(options: PromptsOptions, base: Path) -> tuple[list[Entry], int]:
+    """The prompts of all repeats in their order, and how many of them one repeat sends.
+
+    Raises `UserError`, naming file and line, for a file or field that is missing, a line that is no JSON object, an
+    empty prompt, text that is no Unicode, and too few prompts.
+    """
+    path = base / options.path
     lines = read_lines(path)
     if options.order == "round_robin":
         lines = round_robin(lines, lambda line: _category(line, options))
     wanted = options.num_requests or len(lines)
     check_enough(len(lines), wanted, options.repeat_prompts, str(path))
-    used = lines if options.vary else lines[:wanted]
-    prompts = [_prompt(line, options, tokenizer, context.max_model_len) for line in used]
-    return ListSource(prompts, wanted)
+    return [_entry(line, options) for line in (lines if options.vary else lines[:wanted])], wanted
 
 
 def require_tokenizer(tokenizer: Tokenizer | None, workload: str) -> Tokenizer:
@@ -78,17 +98,20 @@ def read_lines(path: Path) -> list[Line]:
     except OSError as error:
         raise UserError(f"cannot be read: {error.strerror}", where=str(path), key="workload.path") from None
     numbered = enumerate(text.split("\n"), start=1)
-    return [Line(f"{path}:{number}", _parse(line, f"{path}:{number}")) for number, line in numbered if line.strip()]
+    return [_line(text, f"{path}:{number}") for number, text in numbered if text.strip()]
 
 
-def _parse(text: str, where: str) -> Mapping[str, Any]:
+def _line(text: str, where: str) -> Line:
+    start = f"{where}:{len(text) - len(text.lstrip()) + 1}"
     try:
         data = json.loads(text)
     except json.JSONDecodeError as error:
         raise UserError(f"not JSON: {error.msg}", where=f"{where}:{error.colno}") from None
+    except (RecursionError, ValueError):  # nests too deeply, or a number of thousands of digits
+        raise UserError("not JSON that can be read", where=start) from None
     if not isinstance(data, dict):
-        raise UserError(f"expected a JSON object, got {type(data).__name__}", where=where)
-    return data
+        raise UserError(f"expected a JSON object, got {type(data).__name__}", where=start)
+    return Line(start, data)
 
 
 def round_robin(lines: Iterable[Line], category: Callable[[Line], str]) -> list[Line]:
@@ -113,12 +136,15 @@ def _no_field(name: str, line: Line) -> UserError:
     )
 
 
-def _prompt(line: Line, options: PromptsOptions, tokenizer: Tokenizer, max_model_len: int) -> Prompt:
-    token_ids = _encode(line, options, tokenizer)
+def _prompt(entry: Entry, options: PromptsOptions, tokenizer: Tokenizer, max_model_len: int) -> Prompt:
+    if entry.messages:
+        token_ids = _apply_chat(entry, tokenizer)
+    else:
+        token_ids = (*_bos(options, tokenizer), *tokenizer.encode(entry.text))
     if not token_ids:
-        raise UserError("the prompt is empty", where=line.where)
-    check_fits(len(token_ids), options.max_new_tokens, max_model_len, line.where)
-    return Prompt(token_ids, options.max_new_tokens, _category(line, options))
+        raise UserError("the prompt is empty", where=entry.where)
+    check_fits(len(token_ids), options.max_new_tokens, max_model_len, entry.where)
+    return Prompt(token_ids, options.max_new_tokens, entry.category)
 
 
 def check_fits(prompt_tokens: int, max_new_tokens: int, max_model_len: int, where: str | None) -> None:
@@ -132,7 +158,7 @@ def check_fits(prompt_tokens: int, max_new_tokens: int, max_model_len: int, wher
         )
 
 
-def _encode(line: Line, options: PromptsOptions, tokenizer: Tokenizer) -> tuple[int, ...]:
+def _entry(line: Line, options: PromptsOptions) -> Entry:
     name = options.field or next((each for each in FIELDS if each in line.data), None)
     if name is None:
         raise _no_field(" or ".join(FIELDS), line)
@@ -140,24 +166,46 @@ def _encode(line: Line, options: PromptsOptions, tokenizer: Tokenizer) -> tuple[
         raise _no_field(name, line)
     value = line.data[name]
     if isinstance(value, str):
-        return _encode_text(value, options.chat is True, line, options, tokenizer)
+        return _text_entry(value, options.chat is True, line, options)
     if isinstance(value, list) and value and isinstance(value[0], str):
-        return _encode_text(value[0], options.chat is not False, line, options, tokenizer)
+        return _text_entry(value[0], options.chat is not False, line, options)
     if isinstance(value, list) and value:
-        return _encode_messages(value, name, line, options, tokenizer)
+        return _chat_entry(value, name, line, options)
     message = f"field {name!r} must be a text, a list of turns or a list of messages, and not empty"
     raise UserError(message, where=line.where)
 
 
-def _encode_text(
-    text: str, as_chat: bool, line: Line, options: PromptsOptions, tokenizer: Tokenizer
-) -> tuple[int, ...]:
-    if not text.strip():
-        raise UserError("the prompt is empty", where=line.where)
+def _text_entry(text: str, as_chat: bool, line: Line, options: PromptsOptions) -> Entry:
+    _check_texts([text], line)
+    category = _category(line, options)
     if as_chat:
         messages = [{"role": "user", "content": text}]
-        return _apply_chat(messages, line, tokenizer, "chat: false sends the text as it is")
-    return (*_bos(options, tokenizer), *tokenizer.encode(text))
+        return Entry(line.where, category, messages=messages, hint="chat: false sends the text as it is")
+    return Entry(line.where, category, text)
+
+
+def _chat_entry(messages: Sequence[Any], name: str, line: Line, options: PromptsOptions) -> Entry:
+    if options.chat is False:
+        raise UserError(f"field {name!r} has chat messages, but chat is false", where=line.where, hint="chat: auto")
+    for index, message in enumerate(messages):
+        if not _is_message(message):
+            key = f"{name}[{index}]"
+            raise UserError("a message needs the texts 'role' and 'content'", where=line.where, key=key)
+    _check_texts([message["content"] for message in messages], line)
+    hint = "give plain text prompts instead of messages"
+    return Entry(line.where, _category(line, options), messages=messages, hint=hint)
+
+
+def _check_texts(texts: Sequence[str], line: Line) -> None:
+    if not any(text.strip() for text in texts):
+        raise UserError("the prompt is empty", where=line.where)
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            code = f"U+{ord(text[error.start]):04X}"
+            message = f"the prompt holds half a character, the lone surrogate {code} (character {error.start + 1})"
+            raise UserError(message, where=line.where, hint="write both halves of the pair or none") from None
 
 
 def _bos(options: PromptsOptions, tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -168,29 +216,13 @@ def _bos(options: PromptsOptions, tokenizer: Tokenizer) -> tuple[int, ...]:
     return (tokenizer.bos_token_id,)
 
 
-def _encode_messages(
-    messages: Sequence[Any], name: str, line: Line, options: PromptsOptions, tokenizer: Tokenizer
-) -> tuple[int, ...]:
-    if options.chat is False:
-        raise UserError(f"field {name!r} has chat messages, but chat is false", where=line.where, hint="chat: auto")
-    for index, message in enumerate(messages):
-        if not _is_message(message):
-            key = f"{name}[{index}]"
-            raise UserError("a message needs the texts 'role' and 'content'", where=line.where, key=key)
-    if not any(message["content"].strip() for message in messages):
-        raise UserError("the prompt is empty", where=line.where)
-    return _apply_chat(messages, line, tokenizer, "give plain text prompts instead of messages")
-
-
 def _is_message(message: Any) -> bool:
     return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
 
 
-def _apply_chat(
-    messages: Sequence[Mapping[str, str]], line: Line, tokenizer: Tokenizer, hint: str
-) -> tuple[int, ...]:
+def _apply_chat(entry: Entry, tokenizer: Tokenizer) -> tuple[int, ...]:
     """What the template refuses (or that there is none) is told with the line."""
     try:
-        return tuple(tokenizer.apply_chat(messages))
+        return tuple(tokenizer.apply_chat(entry.messages))
     except UserError as error:
-        raise UserError(error.message, where=line.where, hint=hint) from None
+        raise UserError(error.message, where=entry.where, hint=entry.hint) from None
