@@ -33,6 +33,7 @@ class FakeOptions(Options, frozen=True, kw_only=True):
     perplexity: float = 10.0
     journal: str = ""
     letter: str = "A"
+    self_check: bool = True
 
 
 class OutOfMemoryError(RuntimeError):

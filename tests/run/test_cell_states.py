@@ -47,6 +47,12 @@ def test_a_good_cell_has_everything(run: Callable[..., Record]) -> None:
     assert [guard.verdict for guard in record.guards if guard.name == "output_length"] == ["green"]
 
 
+def test_a_self_check_that_was_switched_off_makes_the_row_yellow(run: Callable[..., Record]) -> None:
+    (guard,) = [guard for guard in run(**fault("none", self_check=False)).guards if guard.name == "self_check"]
+    assert (guard.verdict, guard.detail) == ("yellow", "switched off by the experiment")
+    assert "self_check" not in {guard.name for guard in run(**fault("none")).guards}
+
+
 def test_what_an_engine_prints_is_the_log(run: Callable[..., Record]) -> None:
     log = run().log
     assert "fake engine on stdout" in log
