@@ -19,6 +19,7 @@ from infermix.report.markdown import markdown
 from infermix.report.ranking import Figure, Rank, ranks
 from infermix.report.scatter import pareto_front, scatter
 from infermix.report.tabular import csv_text, json_text
+from infermix.report.terminal import verdict_text
 
 
 @pytest.fixture
@@ -137,10 +138,48 @@ def test_columns_that_do_not_differ_become_conditions(table: Table) -> None:
     assert dict(table.conditions)["equal in all rows"] == "decoder autoregressive, engine native, dtype float32"
 
 
-def test_a_self_check_that_was_switched_off_is_told(make_record) -> None:
-    unchecked = PartRecord(name="native", distribution="infermix", version="0.1.0", options={"self_check": False})
-    assert "self-check switched off" in markdown(build_board([make_record(engine=unchecked)]))
-    assert "self-check switched off" not in markdown(build_board([make_record()]))
+def stated(record: Record, **keys: object) -> Record:
+    """The same record of an experiment that writes `keys`, say `engine={"name": ..., "options": ...}`."""
+    record.experiment = record.experiment | keys
+    return record
+
+
+def test_options_that_the_experiment_states_are_shown_in_equal_columns(make_record) -> None:
+    engine = PartRecord(name="native", options={"self_check": False, "graphs": "auto"})
+    rows = [
+        stated(
+            make_record(
+                parts={"quantizer": name}, options={"kv": {"block_size": 4, "watermark": 0.1}}, engine=engine
+            ),
+            engine={"name": "native", "options": {"self_check": False}},
+            parts={"kv": {"name": "paged", "options": {"block_size": 4}}},
+        )
+        for name in ("none", "rtn")
+    ]
+    (table,) = build_board(rows).tables
+    equal = dict(table.conditions)["equal in all rows"]
+    assert "kv paged(block_size=4), " in equal
+    assert "engine native(self_check=false), " in equal
+
+
+def test_an_option_that_one_row_states_is_shown_in_every_row_of_the_part(make_record) -> None:
+    options = {"kv": {"block_size": 16}}
+    plain = make_record(parts={"quantizer": "rtn"}, options=options, run_id="plain")
+    written = stated(
+        make_record(options=options, run_id="written"),
+        parts={"kv": {"name": "paged", "options": {"block_size": 16}}},
+    )
+    (table,) = build_board([plain, written]).tables
+    assert {row.mix["kv"] for row in table.rows} == {"paged(block_size=16)"}
+
+
+def test_the_terminal_verdict_names_guards_and_adapters(make_record) -> None:
+    row = make_record(guards=[GuardResult(name="drift", verdict="green"), GuardResult(name="swap", verdict="yellow")])
+    row.guards.append(GuardResult(name="self_check", verdict="yellow", detail="switched off by the experiment"))
+    row.parts["attention"].via = {"kv:paged": "gather"}
+    plain = make_record(parts={"kv": "dense"}, run_id="plain")
+    (table,) = build_board([row, plain]).tables
+    assert {verdict_text(row).plain for row in table.rows} == {"yellow: swap, self_check; via gather", "green"}
 
 
 def test_replaced_config_values_are_told(make_record) -> None:

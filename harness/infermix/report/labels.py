@@ -18,9 +18,12 @@ ABSENT = "-"
 
 
 def mixes(records: Sequence[Summary]) -> list[dict[str, str]]:
-    """Per record: mix column -> label. A part's options appear where rows of the same part differ in them."""
-    varying = _varying_options(records)
-    found = [_mix(record, varying) for record in records]
+    """Per record: mix column -> label.
+
+    Options of a part appear when the experiment of any of its rows states them, or when its rows differ in them.
+    """
+    telling = _telling_options(records)
+    found = [_mix(record, telling) for record in records]
     if any(record.transforms for record in records):
         for record, labels in zip(records, found, strict=True):
             if record.parts and not record.transforms:
@@ -36,14 +39,17 @@ def with_options(name: str, options: Mapping[str, Any]) -> str:
 
 
 def notes(record: Summary) -> list[str]:
-    """What a reader must know about a row: declared adapters, parts that change the outputs, a check left out."""
+    """What a reader must know about a row: declared adapters, parts that change the outputs."""
     found = [f"{role} via {adapter}" for role, part in _parts(record) for adapter in _adapters(part)]
     lossy = [role for role, part in _parts(record) if not part.lossless]
     if lossy:
         found.append(f"lossy: {', '.join(lossy)}")
-    if record.engine is not None and record.engine.options.get("self_check") is False:
-        found.append("self-check switched off")
     return found
+
+
+def adapters(record: Summary) -> list[str]:
+    """Names of the declared adapters between the parts of a row."""
+    return sorted({adapter for _, part in _parts(record) for adapter in _adapters(part)})
 
 
 def concerns(record: Summary) -> list[str]:
@@ -53,10 +59,10 @@ def concerns(record: Summary) -> list[str]:
     return [f"{guard.verdict}: {guard.name}" + (f" ({guard.detail})" if guard.detail else "") for guard in guards]
 
 
-def _mix(record: Summary, varying: Mapping[tuple[str, str], frozenset[str]]) -> dict[str, str]:
+def _mix(record: Summary, telling: Mapping[tuple[str, str], set[str]]) -> dict[str, str]:
     labels = dict.fromkeys(MIX_COLUMNS, ABSENT)
     for role, part in _parts(record):
-        keys = varying.get((role, part.name), frozenset())
+        keys = telling.get((role, part.name), ())
         label = with_options(part.name, {k: v for k, v in part.options.items() if k in keys})
         labels[role] = label if labels[role] == ABSENT else f"{labels[role]} + {label}"
     labels["dtype"] = record.dtype or ABSENT
@@ -71,20 +77,31 @@ def _parts(record: Summary) -> Iterable[tuple[str, PartRecord]]:
         yield Role.ENGINE.value, record.engine
 
 
-def _varying_options(records: Sequence[Summary]) -> dict[tuple[str, str], frozenset[str]]:
+def _telling_options(records: Sequence[Summary]) -> dict[tuple[str, str], set[str]]:
+    """(Column, part) -> keys of the options that its labels show."""
     seen: dict[tuple[str, str], dict[str, set[bytes]]] = {}
-    counts: dict[tuple[str, str], int] = {}
+    found: dict[tuple[str, str], set[str]] = {}
     for record in records:
+        stated = _stated_options(record.experiment)
         for role, part in _parts(record):
-            counts[role, part.name] = counts.get((role, part.name), 0) + 1
+            found.setdefault((role, part.name), set()).update(stated.get((role, part.name), ()))
             options = seen.setdefault((role, part.name), {})
             for key, value in part.options.items():
                 options.setdefault(key, set()).add(msgspec.json.encode(value, order="deterministic"))
-    return {
-        place: frozenset(key for key, values in options.items() if len(values) > 1)
-        for place, options in seen.items()
-        if counts[place] > 1
-    }
+    for place, options in seen.items():
+        found[place].update(key for key, values in options.items() if len(values) > 1)
+    return found
+
+
+def _stated_options(experiment: Mapping[str, Any]) -> dict[tuple[str, str], set[str]]:
+    """(Column, part) -> keys that the experiment itself gives; everything else is a default."""
+    uses = [(role, use) for role, use in (experiment.get("parts") or {}).items()]
+    uses += [(TRANSFORMS, use) for use in experiment.get(TRANSFORMS) or ()]
+    uses += [(Role.ENGINE.value, experiment.get("engine") or {})]
+    found: dict[tuple[str, str], set[str]] = {}
+    for column, use in uses:
+        found.setdefault((column, use.get("name", "")), set()).update(use.get("options") or {})
+    return found
 
 
 def _adapters(part: PartRecord) -> list[str]:

@@ -14,6 +14,7 @@ from infermix.report import render
 from infermix.report.board import SPEED, Row, Table
 from infermix.report.columns import figure_columns, quality_columns
 from infermix.report.compare import Difference
+from infermix.report.labels import adapters
 
 #: What fits on a terminal; the files hold everything.
 TERMINAL_FIGURES = frozenset({SPEED, "ratio", "ttft_s_p50", "tpot_s_p50", "peak_bytes"})
@@ -46,11 +47,18 @@ def terminal_console() -> Console:
 
 
 def verdict_text(row: Row) -> Text:
-    """The colour of an ok row; the reason of any other is a line of its own (`reasons`)."""
+    """The colour of an ok row with the guards behind it and the adapters in use, `yellow: self_check; via gather`.
+
+    The reason of any other row is a line of its own (`reasons`).
+    """
     record = row.record
     if record.state != "ok":
         return Text("see below", style="red")
-    return Text(record.verdict, style=render.VERDICT_STYLE[record.verdict])
+    worst = [guard.name for guard in record.guards if guard.verdict == record.verdict != "green"]
+    text = Text(record.verdict, style=render.VERDICT_STYLE[record.verdict])
+    text.append(f": {', '.join(worst)}" if worst else "")
+    via = adapters(record)
+    return text.append(f"; via {', '.join(via)}" if via else "", style="default")
 
 
 def reasons(table: Table, limit: int | None = None) -> list[str]:
