@@ -21,12 +21,13 @@ from infermix.cost.source import resolve_source
 from infermix.errors import UserError, UserErrors
 from infermix.features import match
 from infermix.fitting import Fitter
+from infermix.measure.names import measure_faults
 from infermix.plugins import Catalogue
 from infermix.roles.component import PART_ROLES, Choice, Role
 from infermix.roles.evaluator import EvaluatorOptions
 from infermix.roles.facts import MachineFacts, ModelFacts, ResolvedSource
 from infermix.roles.workload import WorkloadOptions
-from infermix.spec.experiment import DEFAULT_PARTS, Cell, ModelSource, Use
+from infermix.spec.experiment import DEFAULT_PARTS, Cell, Measure, ModelSource, Use
 from infermix.spec.load import Sweep
 from infermix.spec.validate import Locate, Report, check_struct, nowhere
 from infermix.spec.yaml_marks import KeyPath
@@ -86,6 +87,7 @@ def compose(cells: Iterable[Cell], catalogue: Catalogue, *, machine: MachineFact
     errors: list[UserError] = []
     for cell in cells:
         report = Report(_locator(cells, cell))
+        _check_measure(cell.experiment.measure, report)
         drafts.append((cell, chooser.choose(cell, report), report.locate))
         errors += report.errors
     _raise_all(errors)
@@ -102,6 +104,11 @@ def compose(cells: Iterable[Cell], catalogue: Catalogue, *, machine: MachineFact
 
 def _locator(cells: Iterable[Cell], cell: Cell) -> Locate:
     return functools.partial(cells.locate, cell) if isinstance(cells, Sweep) else nowhere
+
+
+def _check_measure(measure: Measure, report: Report) -> None:
+    for fault in measure_faults(measure):
+        report.add(("measure", *fault.path), fault.message, fault.hint, key=fault.of_name)
 
 
 def _raise_all(errors: Sequence[UserError]) -> None:

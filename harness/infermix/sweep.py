@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from infermix.cell.assemble import assemble, planned_record
-from infermix.cell.gates import check_gates
 from infermix.compose import CellPlan, compose
 from infermix.cost.machine import machine_facts, store_ceilings
 from infermix.errors import UserError
@@ -18,8 +17,6 @@ from infermix.extra_plugins import load_extra_plugins
 from infermix.failure import CellFailure
 from infermix.interleave import paired_record, run_alone, run_in_turns
 from infermix.isolate import Child
-from infermix.measure.goodput import check_goodput
-from infermix.measure.guards import check_guard_names
 from infermix.plugins import load_catalogue
 from infermix.progress import Silent, Start, SweepProgress
 from infermix.protocol import CeilingsDone, MeasureCeilings, Progress
@@ -71,7 +68,6 @@ def run_experiment(
     cells = load_experiment(experiment, sets) if isinstance(experiment, Path | str) else experiment
     directory = default_results_dir(cells) if results_dir is None else Path(results_dir)
     selected = cells.only(chosen.only) if isinstance(cells, SweepCells) else select_cells(cells, chosen.only)
-    check_names(selected)
     catalogue = load_catalogue(load_extra_plugins(chosen.extra_plugins))
     plans = compose(selected, catalogue)
     prepare_directory(directory)
@@ -80,14 +76,6 @@ def run_experiment(
 
 def default_results_dir(cells: Sequence[Cell]) -> Path:
     return Path("results") / cells[0].experiment.name
-
-
-def check_names(cells: Iterable[Cell]) -> None:
-    """Gates, guards and goodput limits are named by users: refuse unknown ones before anything runs."""
-    for cell in cells:
-        check_gates(cell.experiment.measure.gates)
-        check_guard_names(cell.experiment.measure.guards)
-        check_goodput(cell.experiment.measure.goodput)
 
 
 def prepare_directory(directory: Path) -> None:

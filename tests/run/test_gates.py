@@ -8,12 +8,10 @@ import pytest
 from infermix.cell.gates import (
     Baseline,
     Evidence,
-    check_gates,
     failed_gates,
     output_shares,
     self_check_failure,
 )
-from infermix.errors import UserError
 from infermix.protocol import OutputFigures
 from infermix.record.record import QualityRecord
 
@@ -89,8 +87,3 @@ def test_empty_outputs() -> None:
     assert judge(outputs=[OutputFigures(outputs=10, empty=5)]) == []
     assert "60% of the outputs are empty" in judge(outputs=[OutputFigures(outputs=10, empty=6)])[0]
     assert output_shares([]) == {}
-
-
-def test_unknown_gates_suggest_the_nearest() -> None:
-    with pytest.raises(UserError, match="did you mean 'perplexity_ratio'"):
-        check_gates({"perplexity": 1.5})

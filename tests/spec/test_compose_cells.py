@@ -7,12 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from fake_parts import GPU, MACHINE, catalogue, write_config
 from infermix.compose import CellPlan, compose
 from infermix.errors import UserError
 from infermix.roles.component import Role
 from infermix.roles.facts import MachineFacts
+from infermix.spec.experiment import Measure
 from infermix.spec.load import load_experiment
 
 HEAD = "model: {source: tiny.json, weights: dummy}\nworkload: load\n"
@@ -228,3 +230,46 @@ def test_a_thousand_cells_are_planned_quickly(plan: Plan) -> None:
     start = time.process_time()
     assert len(plan(text)) == 1000
     assert time.process_time() - start < 1.5
+
+
+def test_names_below_measure_are_checked_at_their_place(plan: Plan) -> None:
+    text = "measure: {gates: {perplexity: 1.5}, guards: {cpu_wit: 0.1}, goodput: {tpt_s: 1.0}}\n"
+    gate, guard, limit = faults(plan, text + "sweep: {parts.kv: [dense, paged]}\n")
+    assert gate.startswith("x.yaml:3:19: measure.gates.perplexity: there is no gate 'perplexity'")
+    assert "did you mean 'perplexity_ratio'?" in gate
+    assert guard.startswith(
+        "x.yaml:3:46: measure.guards.cpu_wit: there is no guard 'cpu_wit' (did you mean 'cpu_wait'?"
+    )
+    assert limit.startswith(
+        "x.yaml:3:71: measure.goodput.tpt_s: there is no goodput limit 'tpt_s' (did you mean 'tpot_s'"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "measure: {gates: {empty_share: -1}}",
+            "x.yaml:3:32: measure.gates.empty_share: expected float >= 0.0, got -1",
+        ),
+        ("measure: {guards: {swap: -0.5}}", "x.yaml:3:26: measure.guards.swap: expected float >= 0.0, got -0.5"),
+        ("measure: {guards: {swap: .inf}}", "x.yaml:3:26: measure.guards.swap: '.inf' is not a finite number"),
+    ],
+)
+def test_limits_below_measure_are_finite_and_not_negative(plan: Plan, text: str, expected: str) -> None:
+    (found,) = faults(plan, text + "\n")
+    assert found.startswith(expected)
+
+
+def test_cells_made_in_python_are_held_to_the_same_limits(plan: Plan) -> None:
+    (only,) = plan()
+    measure = Measure(guards={"swap": float("inf")}, gates={"empty_share": -1.0})
+    cell = msgspec.structs.replace(
+        only.cell, experiment=msgspec.structs.replace(only.cell.experiment, measure=measure)
+    )
+    with pytest.raises(UserError) as caught:
+        compose([cell], catalogue(), machine=MACHINE)
+    assert str(caught.value).splitlines() == [
+        "measure.gates.empty_share: expected a finite number from 0 on, got -1",
+        "measure.guards.swap: expected a finite number from 0 on, got inf",
+    ]

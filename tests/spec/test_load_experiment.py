@@ -114,6 +114,11 @@ def test_a_missing_key_may_be_swept(write) -> None:  # type: ignore[no-untyped-d
         (b"model: \xff\n", "x.yaml: is not UTF-8 text (byte 7)"),
         (b"\xef\xbb\xbfmodle: m\n", "x.yaml:1:1: modle: unknown key"),
         (b"model: m\nworkload: w\nname: a/b\n", "x.yaml:3:7: name: 'a/b' is not a name"),
+        (b"model: m\nworkload: w\nname: ../a\n", "x.yaml:3:7: name: '../a' is not a name"),
+        (
+            b"model: m\nworkload: w\nname: " + b"a" * 121 + b"\n",
+            "x.yaml:3:7: name: has 121 characters (at most 120)",
+        ),
         (b"model: m\nworkload: w\nname: 3\n", "x.yaml:3:7: name: expected str, got 3"),
     ],
 )
@@ -121,6 +126,14 @@ def test_unreadable_files(write, content: bytes, message: str) -> None:  # type:
     path = write("")
     Path(path).write_bytes(content)
     assert faults(path)[0].startswith(message)
+
+
+def test_a_long_file_needs_a_name(write) -> None:  # type: ignore[no-untyped-def]
+    long = "a" * 121
+    assert faults(write(SMALL, f"{long}.yaml")) == [
+        f"{long}.yaml:1:1: the file's name has 121 characters (write `name:` with at most 120)"
+    ]
+    assert len(load_experiment(write(SMALL + "name: short\n", f"{long}.yaml"))) == 1
 
 
 def test_a_missing_file_suggests_its_neighbour(write) -> None:  # type: ignore[no-untyped-def]

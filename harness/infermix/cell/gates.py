@@ -6,19 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from infermix.errors import UserError, nearest
+from infermix.measure.names import DEFAULT_GATES
 from infermix.protocol import OutputFigures
 from infermix.record.record import QualityRecord
-
-#: `perplexity_ratio`: most times the baseline's perplexity. `top1_agreement`: least agreement of a lossless mix with
-#: the reference parts, below float32. `degenerate_share`: most outputs of one repeated token beyond the baseline's.
-#: `empty_share`: most outputs without any token.
-DEFAULT_GATES: Mapping[str, float] = {
-    "perplexity_ratio": 1.5,
-    "top1_agreement": 0.9,
-    "degenerate_share": 0.5,
-    "empty_share": 0.5,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,15 +29,6 @@ class Baseline:
 
     quality: Mapping[str, QualityRecord] = field(default_factory=dict)
     degenerate_share: float | None = None
-
-
-def check_gates(gates: Mapping[str, float]) -> None:
-    """Raises `UserError` for a gate that does not exist."""
-    for name in gates:
-        if name not in DEFAULT_GATES:
-            raise UserError(
-                f"there is no gate {name!r}", key=f"measure.gates.{name}", hint=nearest(name, DEFAULT_GATES)
-            )
 
 
 def self_check_failure(self_check: Mapping[str, Any]) -> str | None:

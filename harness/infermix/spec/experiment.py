@@ -58,8 +58,8 @@ class Measure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         float, Meta(gt=0, description="wall clock for one cell, set-up included", extra={"unit": "s"})
     ] = 600.0
     goodput: dict[str, Annotated[float, Meta(gt=0)]] = {}
-    gates: dict[str, float] = {}
-    guards: dict[str, float] = {}
+    gates: dict[str, Annotated[float, Meta(ge=0)]] = {}
+    guards: dict[str, Annotated[float, Meta(ge=0)]] = {}
     interleave: bool = False
 
 

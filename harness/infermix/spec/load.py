@@ -21,10 +21,11 @@ from infermix.spec.experiment import Cell, Limits
 from infermix.spec.fields import FIELD_TYPES, RESERVED, SWEEPABLE, TOP_LEVEL, check
 from infermix.spec.naming import collapse, select_cells
 from infermix.spec.sweep import RAISE_LIMIT, Pattern, Point, SweepReader, assign, pick, too_many
-from infermix.spec.validate import Report, check_value
+from infermix.spec.validate import Report, check_value, shown
 from infermix.spec.yaml_marks import KeyPath, Node
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._-]*")
+_LONGEST_NAME = 120
 _REQUIRED = {"model": "source", "workload": "use"}
 
 
@@ -71,12 +72,12 @@ def load_experiment(path: str | Path, sets: Sequence[str] = ()) -> Sweep:
     path = Path(path)
     document = read_document(path, sets)
     report = Report(lambda at, key=False: str(document.locate(at, key=key)))
-    _check_document(document, report)
+    _check_document(document, path, report)
     report.raise_any()
     return _expand(document, path, report)
 
 
-def _check_document(document: Node, report: Report) -> None:
+def _check_document(document: Node, path: Path, report: Report) -> None:
     for key, node in document.value.items():
         if key in RESERVED:
             report.add((key,), "is reserved for a later version and does nothing yet", "remove it", key=True)
@@ -84,15 +85,22 @@ def _check_document(document: Node, report: Report) -> None:
             report.add((key,), "unknown key", nearest(key, TOP_LEVEL), key=True)
         elif key in SWEEPABLE and not _resets(key, node):
             check((key,), node, (key,), report)
-    _check_name(document, report)
+    _check_name(document, path, report)
 
 
-def _check_name(document: Node, report: Report) -> None:
+def _check_name(document: Node, path: Path, report: Report) -> None:
+    """The name becomes a folder. Without one, the file's counts."""
     name = document.child("name")
+    if (name is None or name.value is None) and len(path.stem) > _LONGEST_NAME:
+        report.add(
+            (), f"the file's name has {len(path.stem)} characters", f"write `name:` with at most {_LONGEST_NAME}"
+        )
     if name is not None and name.value is not None:
         value = check_value(name.plain(), FIELD_TYPES["name"], ("name",), report)
         if isinstance(value, str) and not _NAME.fullmatch(value):
-            report.add(("name",), f"{value!r} is not a name", "letters, digits, space, dot, dash, underscore")
+            report.add(("name",), f"{shown(value)} is not a name", "letters, digits, space, dot, dash, underscore")
+        elif isinstance(value, str) and len(value) > _LONGEST_NAME:
+            report.add(("name",), f"has {len(value)} characters", f"at most {_LONGEST_NAME}")
 
 
 def _resets(key: str, node: Node) -> bool:
