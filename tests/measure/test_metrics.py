@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 from infermix.errors import UserError
 from infermix.measure.metrics import summarise
@@ -110,12 +112,13 @@ def test_one_value_per_repeat_and_the_interval_over_them() -> None:
     repeats = [Repeat(wall_s=wall, requests=[A, B]) for wall in (8.0, 4.0, 2.0)]
     metric = summarise(repeats)["output_tokens_per_s"]
     assert metric.samples == [1.0, 2.0, 4.0]
-    assert metric.value == pytest.approx(7 / 3)
+    assert metric.value == pytest.approx(2.0)
     assert metric.ci_low is not None
     assert metric.ci_high is not None
-    # t(0.975, 2) = 4.302653, s = 1.527525
-    assert metric.ci_high - metric.value == pytest.approx(4.302653 * 1.527525 / 3**0.5, rel=1e-6)
-    assert metric.value - metric.ci_low == pytest.approx(metric.ci_high - metric.value)
+    # on logarithms: t(0.975, 2) = 4.302653, s = ln 2
+    half = 4.302653 * math.log(2) / 3**0.5
+    assert metric.ci_high == pytest.approx(2 * math.exp(half), rel=1e-6)
+    assert metric.ci_low == pytest.approx(2 * math.exp(-half), rel=1e-6)
 
 
 def test_one_repeat_has_no_interval() -> None:

@@ -12,6 +12,7 @@ from infermix.measure.stats import (
     mean_interval,
     minimum_detectable_effect,
     paired_ratio,
+    positive_interval,
     t_cdf,
     t_quantile,
     unpaired_ratio,
@@ -78,6 +79,47 @@ def test_mean_interval_covers_as_often_as_it_says(repeats: int) -> None:
         assert interval.high is not None
         covered += interval.low <= 100 <= interval.high
     assert covered / trials == pytest.approx(0.95, abs=0.012)  # 3.5 standard errors
+
+
+def test_positive_interval_by_hand() -> None:
+    interval = positive_interval([1.0, 2.0, 4.0])
+    factor = math.exp(4.302653 * math.log(2) / math.sqrt(3))
+    assert interval.value == pytest.approx(2.0)
+    assert (interval.low, interval.high) == (pytest.approx(2 / factor, rel=1e-6), pytest.approx(2 * factor, rel=1e-6))
+    single, equal = positive_interval([0.1]), positive_interval([0.1, 0.1, 0.1])
+    assert (single.value, single.low, single.high) == (0.1, None, None)
+    assert (equal.value, equal.low, equal.high) == (0.1, 0.1, 0.1)
+
+
+def test_positive_interval_is_never_negative() -> None:
+    two = positive_interval([1134.0, 1672.0])
+    assert two.low is not None
+    assert 0 < two.low < two.value
+    with_zero = positive_interval([0.0, 0.5])
+    assert (with_zero.value, with_zero.low) == (0.25, 0.0)
+    assert with_zero.high == mean_interval([0.0, 0.5]).high
+    assert positive_interval([0.0]).low is None
+
+
+@pytest.mark.parametrize(("repeats", "spread"), [(2, 0.3), (3, 0.07), (5, 0.5)])
+def test_positive_interval_covers_as_often_as_it_says(repeats: int, spread: float) -> None:
+    random, covered, trials = Random(6), 0, 4000
+    for _ in range(trials):
+        interval = positive_interval([100 * random.lognormvariate(0, spread) for _ in range(repeats)])
+        assert interval.low is not None
+        assert interval.high is not None
+        covered += interval.low <= 100 <= interval.high
+    assert covered / trials == pytest.approx(0.95, abs=0.012)  # 3.5 standard errors
+
+
+def test_positive_interval_also_covers_the_mean_of_a_symmetric_rate() -> None:
+    random, covered, trials = Random(7), 0, 4000
+    for _ in range(trials):
+        interval = positive_interval([random.gauss(100, 7) for _ in range(3)])
+        assert interval.low is not None
+        assert interval.high is not None
+        covered += interval.low <= 100 <= interval.high
+    assert covered / trials == pytest.approx(0.95, abs=0.015)
 
 
 def test_paired_ratio_by_hand() -> None:

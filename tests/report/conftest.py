@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from infermix.measure.stats import mean_interval
+from infermix.measure.stats import positive_interval
 from infermix.record.record import GuardResult, Metric, PartRecord, QualityRecord, Record
 from infermix.record.track import track_id
 
@@ -22,7 +22,7 @@ ENVIRONMENT = {
 
 
 def make_metric(samples: Sequence[float], unit: str = "tokens/s", better: str = "higher") -> Metric:
-    interval = mean_interval(samples)
+    interval = positive_interval(samples)
     return Metric(
         value=interval.value,
         unit=unit,

@@ -224,6 +224,17 @@ def test_rank_groups(case: str) -> None:
     assert [str(rank) for rank in ranks([Figure(*each) for each in figures])] == expected
 
 
+def test_speeds_of_two_repeats_are_positive_whatever_the_record_says(make_record) -> None:
+    record = make_record([1134, 1672])
+    record.metrics["output_tokens_per_s"].ci_low = -2021.0
+    (row,) = build_board([record]).tables[0].rows
+    found = row.figures["output_tokens_per_s"]
+    assert found.low is not None
+    assert found.high is not None
+    assert 0 < found.low < found.value < found.high
+    assert found.value == pytest.approx((1134 * 1672) ** 0.5)
+
+
 def test_rank_text() -> None:
     assert str(Rank(3)) == "3"
 
@@ -285,7 +296,7 @@ def test_csv_parses_back(records: list[Record]) -> None:
     assert len(rows) == len(records)
     first = rows[0]
     assert (first["run_id"], first["rank"], first["quantizer"]) == ("lossy", "1", "rtn")
-    assert float(first["output_tokens_per_s"]) == 300
+    assert float(first["output_tokens_per_s"]) == pytest.approx(300, rel=1e-5)
     assert float(first["quality:perplexity[topics,w512]"]) == 19.4
     assert float(first["bits_per_weight"]) == 4.25
     assert rows[-1]["state"] == "wrong"
@@ -297,7 +308,7 @@ def test_json_parses_back(records: list[Record]) -> None:
     data = msgspec.json.decode(json_text(build_board(records)))
     (table,) = data["tables"]
     assert [row["run_id"] for row in table["rows"][:2]] == ["lossy", "fast"]
-    assert table["rows"][0]["figures"]["output_tokens_per_s"]["value"] == 300
+    assert table["rows"][0]["figures"]["output_tokens_per_s"]["value"] == pytest.approx(300, rel=1e-5)
     assert table["effects"]["reference"] == {"attention": "eager", "kv": "dense", "quantizer": "none"}
 
 

@@ -1,4 +1,7 @@
-"""From raw samples to metrics. One value per repeat; intervals are over repeats, never over correlated requests."""
+"""From raw samples to metrics. One value per repeat; intervals are over repeats, never over correlated requests.
+
+Value and interval of rates and times are geometric (`stats.positive_interval`), as the ratios between rows are.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import numpy as np
 
 from infermix.measure import goodput as per_request
 from infermix.measure.goodput import check_goodput, meets_limits, output_tokens
-from infermix.measure.stats import mean_interval
+from infermix.measure.stats import positive_interval
 from infermix.record.record import Metric, Repeat, RequestSample
 
 PERCENTILES = (50, 90, 99)
@@ -53,7 +56,7 @@ def summarise(repeats: Sequence[Repeat], goodput: Mapping[str, float] | None = N
 
 def _metric(name: str, samples: list[float]) -> Metric:
     unit, better = _RATES.get(name, ("s", "lower"))
-    interval = mean_interval(samples)
+    interval = positive_interval(samples)
     return Metric(
         value=interval.value,
         unit=unit,

@@ -13,7 +13,9 @@ Verdict = Literal["green", "yellow", "red"]
 
 
 class Metric(msgspec.Struct, kw_only=True):
-    """One figure. `samples` are one value per repeat; the interval is over repeats (95 %)."""
+    """One figure. `samples` are one value per repeat; `value` is their geometric mean (the arithmetic one where a
+    sample is 0), the interval is over repeats (95 %).
+    """
 
     value: float
     unit: str

@@ -31,7 +31,13 @@ class Column:
 
 
 FIGURES = (
-    Column(SPEED, "output tok/s", "number", "Output tokens per second [95 % interval over repeats]", True),
+    Column(
+        SPEED,
+        "output tok/s",
+        "number",
+        "Output tokens per second, geometric mean [95 % interval over repeats, on logarithms]",
+        True,
+    ),
     Column("ratio", "vs baseline", "ratio", "Output tokens per second divided by the baseline's", True),
     Column("requests_per_s", "req/s", "number", "Finished requests per second"),
     Column("goodput_rps", "goodput req/s", "number", "Requests per second that met the stated limits"),

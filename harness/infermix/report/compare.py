@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from infermix.errors import UserError, nearest
-from infermix.measure.stats import mean_interval, paired_ratio, unpaired_ratio
+from infermix.measure.stats import mean_interval, paired_ratio, positive_interval, unpaired_ratio
 from infermix.record.record import Metric, Summary
 
 Better = Literal["higher", "lower", "none"]
@@ -162,7 +162,7 @@ def _turns(name: str, a: Summary, b: Summary) -> tuple[Sequence[float], Sequence
 
 
 def _from_samples(name: str, a: Sequence[float], b: Sequence[float], like: _Values, method: Method) -> Difference:
-    mean_a, mean_b = math.fsum(a) / len(a), math.fsum(b) / len(b)
+    mean_a, mean_b = positive_interval(a).value, positive_interval(b).value
     found = Difference(
         metric=name,
         unit=like.unit,

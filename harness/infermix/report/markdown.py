@@ -12,10 +12,10 @@ from infermix.report.effects import Effect, Effects
 MAX_QUALITY_COLUMNS = 3
 MAX_INTERACTIONS = 20
 LEGEND = (
-    "Speed carries its 95 % interval over repeats. Rows that share a rank (`=`) show no significant difference from "
-    "the best row of that rank: their intervals overlap. `?` marks a row without an interval (one repeat). "
-    "A row is green, yellow or red by its worst guard; a row that is not `ok` has no rank, and a `wrong` one (it "
-    "failed its correctness or quality gate) publishes no speed."
+    "Speed is the geometric mean over repeats with its 95 % interval, computed on logarithms. Rows that share a rank "
+    "(`=`) show no significant difference from the best row of that rank: their intervals overlap. `?` marks a row "
+    "without an interval (one repeat). A row is green, yellow or red by its worst guard; a row that is not `ok` has "
+    "no rank, and a `wrong` one (it failed its correctness or quality gate) publishes no speed."
 )
 
 

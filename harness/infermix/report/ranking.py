@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from infermix.measure.stats import LEVEL, t_quantile
+from infermix.measure.stats import LEVEL, positive_interval, t_quantile
 from infermix.record.record import Metric, Summary
 
 
@@ -44,10 +44,16 @@ class Rank:
 
 
 def figure(metric: Metric | None) -> Figure | None:
-    """`None` when the metric is missing or not finite."""
+    """`None` when the metric is missing or not finite.
+
+    Taken from the samples where the record has them, so that rows of records from different versions compare.
+    """
     if metric is None or not math.isfinite(metric.value):
         return None
-    return Figure(metric.value, metric.ci_low, metric.ci_high)
+    if not metric.samples:
+        return Figure(metric.value, metric.ci_low, metric.ci_high)
+    found = positive_interval(metric.samples)
+    return Figure(found.value, found.low, found.high)
 
 
 def ranks(figures: Sequence[Figure]) -> list[Rank]:
@@ -67,9 +73,10 @@ def ranks(figures: Sequence[Figure]) -> list[Rank]:
 
 def ratio(metric: Metric | None, baseline: Metric | None) -> Figure | None:
     """`metric / baseline`; the interval is Welch's on logarithms and needs two repeats on both sides."""
-    if metric is None or baseline is None or not baseline.value:
+    ours, theirs = figure(metric), figure(baseline)
+    if metric is None or baseline is None or ours is None or theirs is None or not theirs.value:
         return None
-    value = metric.value / baseline.value
+    value = ours.value / theirs.value
     half = _half_width(metric.samples, baseline.samples)
     if half is None or value <= 0:
         return Figure(value)
