@@ -97,3 +97,13 @@ def test_alias_bombs_are_refused() -> None:
 
 def test_paths_are_dotted() -> None:
     assert dotted(("quality", 0, "use")) == "quality[0].use"
+
+
+@pytest.mark.parametrize("text", ["a:\n\tb: 1\n", "a:\n  b: 1\n\tc: 2\n", "a:\n - x\n \t- y\n", "\ta: 1\n"])
+def test_a_tab_in_the_indentation_is_called_by_its_name(text: str) -> None:
+    assert fault(text).endswith("not valid YAML: a tab indents this line (indent with spaces)")
+
+
+def test_tabs_elsewhere_are_fine() -> None:
+    assert parse_yaml("a:\tb\nc: [1,\n\t2]\n", "x.yaml").plain() == {"a": "b", "c": [1, 2]}
+    assert "a tab" not in fault("a:\tb\nc:\t@x\n")

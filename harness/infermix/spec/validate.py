@@ -107,7 +107,9 @@ def _struct_for(value: Any, kind: Any) -> Any:
 def _alternatives(info: Any) -> tuple[Any, ...]:
     if isinstance(info, inspect.Metadata):
         return _alternatives(info.type)
-    return info.types if isinstance(info, inspect.UnionType) else (info,)
+    if isinstance(info, inspect.UnionType):
+        return tuple(each for part in info.types for each in _alternatives(part))
+    return (info,)
 
 
 def _convert(value: Any, kind: Any, path: KeyPath, report: Report) -> Any:
@@ -145,8 +147,12 @@ def _lookup(value: Any, path: KeyPath) -> Any:
 
 def _choices(kind: Any, value: Any, inner: KeyPath) -> str | None:
     """The nearest of a fixed set of values, or of the tags of a union."""
+    infos = _alternatives(inspect.type_info(kind))
+    tags = sorted(str(info.tag) for info in infos if isinstance(info, inspect.StructType) and info.tag_field)
+    if tags and not inner and isinstance(value, str | dict):
+        return f"write {{use: {value if value in tags else tags[0]}, ...}}; known: {', '.join(tags)}"
     names: set[str] = set()
-    for info in _alternatives(inspect.type_info(kind)):
+    for info in infos:
         if isinstance(info, inspect.StructType):
             names.update({str(info.tag)} if inner == (info.tag_field,) else ())
         elif isinstance(info, inspect.LiteralType) and not inner:

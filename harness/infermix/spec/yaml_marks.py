@@ -109,7 +109,7 @@ def parse_yaml(text: str, file: str) -> Node:
         loader = _Loader(text)
         tree = loader.get_single_node()
     except yaml.MarkedYAMLError as error:
-        raise _syntax_error(error, file) from None
+        raise _syntax_error(error, text, file) from None
     except RecursionError:
         raise UserError("nests too deeply", where=file, hint=f"at most {_MAX_DEPTH} levels") from None
     except yaml.reader.ReaderError as error:
@@ -126,13 +126,22 @@ def parse_yaml(text: str, file: str) -> Node:
     return node
 
 
-def _syntax_error(error: yaml.MarkedYAMLError, file: str) -> UserError:
+def _syntax_error(error: yaml.MarkedYAMLError, text: str, file: str) -> UserError:
     mark = error.problem_mark or error.context_mark
     place = Place(file, mark.line + 1, mark.column + 1) if mark else Place(file)
     problem = error.problem or "syntax error"
     if "single document" in str(error):
         return UserError("holds several documents", where=str(place), hint="one experiment per file")
+    if mark and _indented_by_tab(text, mark):
+        return UserError("not valid YAML: a tab indents this line", where=str(place), hint="indent with spaces")
     return UserError(f"not valid YAML: {problem}", where=str(place))
+
+
+def _indented_by_tab(text: str, mark: yaml.Mark) -> bool:
+    lines = text.splitlines()
+    line = lines[mark.line] if mark.line < len(lines) else ""
+    indentation = line[: len(line) - len(line.lstrip())]
+    return mark.column < len(indentation) and "\t" in indentation
 
 
 class _Builder:

@@ -13,6 +13,7 @@ from infermix.roles.workload import Workload, WorkloadContext, WorkloadOptions
 from infermix.toolkit.corpus import PYDOC_TOPICS, check_corpus
 
 Tokens = Annotated[int, Meta(ge=1, description="number of tokens", extra={"unit": "tokens"})]
+TokenId = Annotated[int, Meta(ge=0)]
 Rate = Annotated[float, Meta(gt=0, description="mean arrivals per second", extra={"unit": "requests/s"})]
 
 
@@ -97,7 +98,7 @@ class RequestOptions(WorkloadOptions, frozen=True, kw_only=True):
     min_p: Annotated[float, Meta(ge=0, le=1, description="least probability over the largest one")] = 0.0
     repetition_penalty: Annotated[float, Meta(gt=0, description="1: none")] = 1.0
     stop: Annotated[tuple[str, ...], Meta(description="texts that end an output")] = ()
-    stop_token_ids: Annotated[tuple[int, ...], Meta(description="tokens that end an output")] = ()
+    stop_token_ids: Annotated[tuple[TokenId, ...], Meta(description="tokens that end an output")] = ()
     ignore_eos: Annotated[bool, Meta(description="go on after the end of sequence")] = False
 
     def __post_init__(self) -> None:
