@@ -1,7 +1,8 @@
 """The catalogue: every component of every installed plugin, with its provenance.
 
 Plugins are found through the entry-point group `infermix`. One that fails to import does not take the others down:
-its error is kept in `Catalogue.errors`. Two components of one role with the same name are refused.
+its error is kept in `Catalogue.errors`. Of components of one role with the same name none can be used, because nobody
+could say which one was meant.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pluggy
@@ -22,16 +23,24 @@ ENTRY_POINT_GROUP = "infermix"
 #: The version of a plugin that no distribution carries.
 UNPACKAGED = "unpackaged"
 
+Offers = dict[tuple[Role, str], list[Registered]]
+
 
 @dataclass(frozen=True)
 class Catalogue:
-    """All registered components by role and name; `errors` maps entry point -> why it failed to load."""
+    """All registered components by role and name; `errors` maps entry point -> why it failed to load.
+
+    `clashes` maps names that several components of one role have -> who registered them.
+    """
 
     components: Mapping[Role, Mapping[str, Registered]]
     errors: Mapping[str, str]
+    clashes: Mapping[tuple[Role, str], str] = field(default_factory=dict)
 
     def find(self, role: Role, name: str) -> Registered:
-        """Raises `UserError` with the nearest name when there is none."""
+        """Raises `UserError` with the nearest name when there is none, and when there are several."""
+        if (role, name) in self.clashes:
+            raise UserError(self.clashes[role, name], hint="uninstall one of them or rename it")
         known = self.components[role]
         if name not in known:
             raise UserError(f"no {role} component is called {name!r}", hint=nearest(name, known))
@@ -52,10 +61,24 @@ def load_catalogue(extra: Mapping[str, Any] | None = None) -> Catalogue:
         manager.register(plugin, name=name)
         provenances[name] = Provenance(name, UNPACKAGED, getattr(plugin, "__name__", name))
     manager.check_pending()
-    components: dict[Role, dict[str, Registered]] = {role: {} for role in Role}
+    offers: Offers = {}
     for plugin_name, plugin in manager.list_name_plugin():
-        _collect(plugin, plugin_name, provenances[plugin_name], components, errors)
-    return Catalogue(components, errors)
+        _collect(plugin, plugin_name, provenances[plugin_name], offers, errors)
+    components: dict[Role, dict[str, Registered]] = {role: {} for role in Role}
+    for (role, name), offered in offers.items():
+        if len(offered) == 1:
+            components[role][name] = offered[0]
+    return Catalogue(components, errors, _clashes(offers))
+
+
+def _clashes(offers: Offers) -> dict[tuple[Role, str], str]:
+    clashes = {}
+    for (role, name), offered in offers.items():
+        sources = [f"{each.provenance.distribution} ({each.provenance.module})" for each in offered]
+        if len(offered) > 1:
+            text = f"{len(offered)} {role.value} components are called {name!r}, from {' and '.join(sources)}"
+            clashes[role, name] = text
+    return clashes
 
 
 def _register_entry_points(manager: pluggy.PluginManager, provenances: dict[str, Provenance]) -> dict[str, str]:
@@ -82,7 +105,7 @@ def _collect(
     plugin: Any,
     plugin_name: str,
     provenance: Provenance,
-    components: dict[Role, dict[str, Registered]],
+    offers: Offers,
     errors: dict[str, str],
 ) -> None:
     for role in Role:
@@ -95,26 +118,13 @@ def _collect(
             errors[plugin_name] = f"infermix_{role.value} raised {type(error).__name__}: {error}"
             continue
         for component in offered:
-            _add(component, role, provenance, components)
-
-
-def _add(
-    component: Component, role: Role, provenance: Provenance, components: dict[Role, dict[str, Registered]]
-) -> None:
-    if component.role is not role:
-        raise UserError(
-            f"{provenance.module} registers {component.name!r} under infermix_{role.value}, "
-            f"but its role is {component.role.value}"
-        )
-    other = components[role].get(component.name)
-    if other is not None:
-        raise UserError(
-            f"two {role.value} components are called {component.name!r}: one from "
-            f"{other.provenance.distribution} ({other.provenance.module}), one from "
-            f"{provenance.distribution} ({provenance.module})",
-            hint="uninstall one of them or rename it",
-        )
-    components[role][component.name] = Registered(component, provenance, _unavailable(component))
+            if component.role is not role:
+                errors[plugin_name] = (
+                    f"infermix_{role.value} offers {component.name!r}, whose role is {component.role.value}"
+                )
+                continue
+            registered = Registered(component, provenance, _unavailable(component))
+            offers.setdefault((role, component.name), []).append(registered)
 
 
 def _unavailable(component: Component) -> str | None:

@@ -50,9 +50,17 @@ def test_the_project_file_names_the_entry_point(tmp_path: Path) -> None:
     assert [p.name for p in (tmp_path / "a").iterdir()] == ["b"], "no scratch folder stays"
 
 
-@pytest.mark.parametrize("name", ["", "Mine", "3d", "a b", "../x", "a-", "a--b", "naïve", "sdpa"])
+@pytest.mark.parametrize("name", ["", "Mine", "3d", "a b", "../x", "a-", "a--b", "naïve", "sdpa", "triton"])
 def test_bad_names_are_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="NAME"):
+        write_plugin(name, tmp_path / "x")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["reference", "transformers", "lm-eval", "lm_eval", "kernels"])
+def test_names_that_would_hide_a_module_are_refused(name: str, tmp_path: Path) -> None:
+    module = "infermix_" + name.replace("-", "_")
+    with pytest.raises(UserError, match=f"NAME: the package would hide the module '{module}'"):
         write_plugin(name, tmp_path / "x")
     assert list(tmp_path.iterdir()) == []
 

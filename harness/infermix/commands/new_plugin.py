@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import re
 import shutil
 import tempfile
@@ -66,14 +67,24 @@ def _check_name(name: str) -> None:
         raise UserError(
             f"{name!r} is not a plugin name", key="NAME", hint="lower-case letters, digits and dashes: my-attention"
         )
-    taken = load_catalogue().components[Role.ATTENTION]
+    catalogue = load_catalogue()
+    taken = catalogue.components[Role.ATTENTION]
     if name in taken:
         by = taken[name].provenance.distribution
         raise UserError(f"there is an attention component {name!r} already, from {by}", key="NAME")
+    if (Role.ATTENTION, name) in catalogue.clashes:
+        raise UserError(catalogue.clashes[Role.ATTENTION, name], key="NAME")
+    package = _package(name)
+    if importlib.util.find_spec(package) is not None:
+        raise UserError(f"the package would hide the module {package!r}, which is installed", key="NAME")
+
+
+def _package(name: str) -> str:
+    return "infermix_" + name.replace("-", "_")
 
 
 def _render(name: str, target: Path) -> None:
-    package = "infermix_" + name.replace("-", "_")
+    package = _package(name)
     words = {
         "name": name,
         "package": package,

@@ -58,9 +58,10 @@ def _role(text: str | None) -> Role | None:
 
 
 def _data(catalogue: Catalogue, role: Role | None) -> dict[str, Any]:
+    clashes = {f"{role.value} {name}": text for (role, name), text in catalogue.clashes.items()}
     return {
         "components": [_component_data(registered) for registered in catalogue.all(role)],
-        "errors": dict(catalogue.errors),
+        "errors": {**catalogue.errors, **clashes},
     }
 
 
@@ -108,6 +109,8 @@ def _show(catalogue: Catalogue, role: Role | None) -> None:
         console.print()
     for name, reason in sorted(catalogue.errors.items()):
         console.print(f"plugin {name} failed to load: {reason}", style="red", markup=False)
+    for text in catalogue.clashes.values():
+        console.print(f"{text}: none of them can be used", style="red", markup=False)
 
 
 def _show_component(console: Console, registered: Registered) -> None:
