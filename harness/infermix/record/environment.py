@@ -16,7 +16,7 @@ from typing import Any
 from infermix.roles.facts import MachineFacts
 
 PACKAGES = ("infermix", "torch", "transformers", "triton", "safetensors", "tokenizers", "gguf", "numpy")
-THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "OMP_WAIT_POLICY")
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 
 
 def capture_environment(
