@@ -197,7 +197,7 @@ def _check_oversized(scheduler: Scheduler) -> None:
             engine.step()
         except UserError as error:
             refused = error
-            del engine.alive[1]
+            assert engine.alive.pop(1, None) is not None, f"a refused request is refused again: {error}"
     assert refused is not None, "a request of 94 tokens was accepted by a space of 16"
     assert "r1" in str(refused), f"the refusal does not name the request: {refused}"
     assert not engine.alive, f"after the refusal these did not end: {sorted(engine.alive)}"
