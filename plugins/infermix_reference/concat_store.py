@@ -6,9 +6,8 @@ import torch
 from infermix.roles.batch import Batch, GroupBatch
 from infermix.roles.kv_space import KVGroup, KVShape
 from infermix.roles.kv_store import RaggedView
+from infermix.toolkit.pool_store import host_rows
 from torch import Tensor
-
-from infermix_reference.pool_store import host_rows
 
 
 class ConcatStore:

@@ -9,7 +9,7 @@ from infermix.roles.kv_space import KVBudget, KVGroup, KVShape
 from infermix_reference.kv_rows import RowSpace, row_shape
 
 if TYPE_CHECKING:
-    from infermix_reference.pool_store import DenseStore
+    from infermix.toolkit.pool_store import DenseStore
 
 
 class DenseLayout:
@@ -20,6 +20,6 @@ class DenseLayout:
         return RowSpace(shape, fixed_rows=True, reserves_whole_rows=True)
 
     def store(self, shape: KVShape, device: Any, dtype: Any) -> DenseStore:
-        from infermix_reference.pool_store import DenseStore
+        from infermix.toolkit.pool_store import DenseStore
 
         return DenseStore(shape, device, dtype)

@@ -7,10 +7,7 @@ from collections.abc import Sequence
 
 from infermix.errors import UserError
 from infermix.roles.kv_space import KVBudget, KVGroup, KVShape, KVUsage
-
-
-def bytes_per_token(groups: tuple[KVGroup, ...], element_bytes: int) -> float:
-    return sum(group.bytes_per_token(element_bytes) for group in groups)
+from infermix.toolkit.paged_space import bytes_per_token
 
 
 def row_shape(groups: tuple[KVGroup, ...], budget: KVBudget, *, sink_rows: int, allocates: bool = True) -> KVShape:

@@ -8,8 +8,7 @@ from infermix.errors import OutOfMemory
 from infermix.roles.kv_space import KVSpace
 from infermix.roles.request import Sequence
 from infermix.roles.scheduler import Plan, Scheduled
-
-from infermix_reference.admission import refuse_oversized
+from infermix.toolkit.admission import refuse_oversized
 
 
 class ContinuousScheduler:

@@ -7,8 +7,7 @@ from collections import OrderedDict
 from infermix.roles.kv_space import KVSpace
 from infermix.roles.request import Sequence
 from infermix.roles.scheduler import Plan, Scheduled
-
-from infermix_reference.admission import longest_context, refuse_oversized
+from infermix.toolkit.admission import longest_context, refuse_oversized
 
 
 class StaticScheduler:

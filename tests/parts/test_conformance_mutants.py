@@ -16,9 +16,10 @@ from infermix.toolkit.conformance import (
     check_quantizer,
     check_scheduler,
 )
+from infermix.toolkit.paged_space import PagedSpace
+from infermix.toolkit.pool_store import PagedStore
 from infermix_reference.decoder import AutoregressiveDecoder
-from infermix_reference.kv_paged import PagedLayout, PagedSpace
-from infermix_reference.pool_store import PagedStore
+from infermix_reference.kv_paged import PagedLayout
 from infermix_reference.quantizer_none import NoQuantizer
 from infermix_reference.scheduler_continuous import ContinuousScheduler
 from msgspec import Meta

@@ -9,10 +9,11 @@ import torch
 from infermix.errors import OutOfMemory, Unsupported, UserError
 from infermix.roles.kv_space import KVBudget, KVGroup
 from infermix.toolkit.conformance.batches import make_batch
+from infermix.toolkit.paged_space import PagedSpace
 from infermix_reference.kv_concat import ConcatLayout
 from infermix_reference.kv_dense import DenseLayout
 from infermix_reference.kv_none import RecomputeLayout
-from infermix_reference.kv_paged import PagedLayout, PagedSpace
+from infermix_reference.kv_paged import PagedLayout
 
 LLAMA_2_13B = (KVGroup(tuple(range(40)), 40, 128, 128),)
 SMALL = (KVGroup((0,), 2, 4, 4),)

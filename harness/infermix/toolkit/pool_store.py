@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+
 from infermix.errors import OutOfMemory
 from infermix.roles.batch import Batch, GroupBatch
 from infermix.roles.kv_space import KVShape
 from infermix.roles.kv_store import DenseView, KVPools, PagedView, View
-from torch import Tensor
 
 
 def host_rows(batch: Batch, group: GroupBatch) -> tuple[int, ...]:

@@ -1,0 +1,1 @@
+"""Decoders that gain more than one token per forward pass."""

@@ -1,0 +1,1 @@
+"""KV layouts that make the cache smaller, shared, or elsewhere."""

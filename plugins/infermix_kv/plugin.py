@@ -1,0 +1,11 @@
+"""KV layouts that make the cache smaller, shared, or elsewhere."""
+
+from __future__ import annotations
+
+from infermix.hookspecs import hookimpl
+from infermix.roles.component import Component
+
+
+@hookimpl
+def infermix_kv() -> list[Component]:
+    return []

@@ -1,0 +1,1 @@
+"""Quantization algorithms for the native engine."""

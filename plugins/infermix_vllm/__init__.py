@@ -1,0 +1,1 @@
+"""vLLM as a whole engine."""
