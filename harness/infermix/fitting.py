@@ -23,6 +23,8 @@ _ASSUMED_TOKENS = 2048
 _ASSUMED_SEQS = 256
 #: New tokens of the largest forward where the scheduler does not bound them.
 _ASSUMED_STEP_TOKENS = 2048
+#: Feature of an engine whose KV takes its share of the device at start-up, whatever the sequences need.
+FILLS_MEMORY = "engine:fills_memory"
 #: Kept free on a GPU for activations when the KV gets a share of the device.
 _RESERVE_BYTES = 2 << 30
 
@@ -50,6 +52,7 @@ class _Demand:
     assumed: bool
     limits: Limits
     machine: str
+    fills_memory: bool
 
 
 class Fitter:
@@ -86,7 +89,9 @@ class Fitter:
         length: int,
         count: int,
     ) -> tuple[MemoryPrediction | None, tuple[str, ...]]:
-        kv, quantizer = choices.get(Role.KV), choices.get(Role.QUANTIZER)
+        kv, quantizer = choices.get(Role.KV), choices.get(Role.QUANTIZER, choices.get(Role.ENGINE))
+        engine = choices.get(Role.ENGINE)
+        provided = engine.component.provides(engine.options, facts, machine) if engine else frozenset()
         demand = _Demand(
             facts=id(facts),
             layout=(kv.component.name, msgspec.json.encode(kv.options)) if kv else None,
@@ -97,6 +102,7 @@ class Fitter:
             assumed=_only_data_tells(choices[Role.WORKLOAD]),
             limits=limits,
             machine=f"{machine.device} {machine.memory_bytes}",
+            fills_memory=FILLS_MEMORY in provided,
         )
         if demand not in self._known:
             self._known[demand] = self._predict(demand, kv, facts, machine)
@@ -128,6 +134,8 @@ class Fitter:
         groups = kv_groups(facts)
         if kv is None or demand.layout is None:  # an engine with a cache of its own: what its tokens take
             each = sum(group.bytes_per_token(facts.dtype_bytes) for group in groups)
+            if demand.fills_memory:
+                return max(_filled(demand.limits, machine, memory), round(each * demand.length))
             return round(each * demand.length * demand.count)
         if demand.layout not in self._layouts:
             self._layouts[demand.layout] = kv.component.build(kv.options, None)
@@ -188,6 +196,14 @@ def _kv_limit(limits: Limits, machine: MachineFacts, memory: MemoryPrediction) -
         return limits.kv_memory_bytes
     fraction = limits.kv_memory_fraction or EngineContext.kv_memory_fraction
     return max(0, int(fraction * machine.memory_bytes) - memory.total_bytes - _RESERVE_BYTES)
+
+
+def _filled(limits: Limits, machine: MachineFacts, memory: MemoryPrediction) -> int:
+    """KV bytes of an engine that takes the stated bytes, or all of its share of the device that is left."""
+    if limits.kv_memory_bytes is not None:
+        return limits.kv_memory_bytes
+    fraction = limits.kv_memory_fraction or EngineContext.kv_memory_fraction
+    return max(0, int(fraction * machine.memory_bytes) - memory.total_bytes)
 
 
 def _too_large(memory: MemoryPrediction, machine: MachineFacts) -> str:

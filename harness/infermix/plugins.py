@@ -17,7 +17,7 @@ import pluggy
 
 from infermix import hookspecs
 from infermix.errors import UserError, nearest
-from infermix.roles.component import Component, Provenance, Registered, Role
+from infermix.roles.component import Choice, Component, Provenance, Registered, Role
 
 ENTRY_POINT_GROUP = "infermix"
 #: The version of a plugin that no distribution carries.
@@ -49,6 +49,11 @@ class Catalogue:
     def all(self, role: Role | None = None) -> Iterable[Registered]:
         for each in Role if role is None else (role,):
             yield from self.components[each].values()
+
+
+def distributions(choice: Choice) -> tuple[str, ...]:
+    """Names of the packages that decide what a chosen component does: its plugin's, and the libraries it requires."""
+    return (choice.registered.provenance.distribution, *choice.component.requires)
 
 
 def load_catalogue(extra: Mapping[str, Any] | None = None) -> Catalogue:

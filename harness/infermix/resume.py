@@ -73,10 +73,15 @@ def same_track(plan: CellPlan, other: CellPlan) -> bool:
 
 
 def same_versions(recorded: Mapping[str, str], choices: Iterable[Choice], present: Mapping[str, str]) -> bool:
-    """Whether a record names the present version of every deciding package and of every component's distribution."""
-    if any(recorded.get(name) != present.get(name) for name in DECIDING):
+    """Whether a record names the present version of every deciding package, of every component's distribution, and
+    of the libraries that the components require.
+    """
+    chosen = tuple(choices)
+    libraries = {name for choice in chosen for name in choice.component.requires} - present.keys()
+    present = {**present, **package_versions(libraries)}
+    if any(recorded.get(name) != present.get(name) for name in (*DECIDING, *libraries)):
         return False
-    plugins = {choice.registered.provenance for choice in choices}
+    plugins = {choice.registered.provenance for choice in chosen}
     return all(recorded.get(each.distribution, UNPACKAGED) == each.version for each in plugins)
 
 

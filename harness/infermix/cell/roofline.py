@@ -103,8 +103,9 @@ def _forwards(counters: Mapping[str, float]) -> float | None:
 
 
 def _weight_bits(plan: CellPlan) -> float | None:
-    quantizer = plan.parts.get(Role.QUANTIZER)
-    return quantizer.component.weight_bits(quantizer.options) if quantizer else None
+    """Of the quantizer, or of an engine that quantizes by itself."""
+    quantizer = plan.parts.get(Role.QUANTIZER, plan.engine)
+    return quantizer.component.weight_bits(quantizer.options)
 
 
 def _kv_element_bytes(facts: ModelFacts, record: Record) -> float | None:

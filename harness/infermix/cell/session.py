@@ -22,10 +22,11 @@ from infermix.measure.drive import drive
 from infermix.measure.memory import MemoryMeter
 from infermix.measure.repeat import measure_repeat
 from infermix.measure.stats import is_steady
-from infermix.plugins import load_catalogue
+from infermix.plugins import distributions, load_catalogue
 from infermix.protocol import CeilingsDone, Done, QualityDone, RepeatDone, RunRepeat, Setup, SetupDone
 from infermix.record.environment import capture_environment
 from infermix.record.record import QualityRecord, Repeat
+from infermix.roles.component import Role
 from infermix.roles.engine import EngineContext
 from infermix.roles.evaluator import EvaluatorContext
 from infermix.roles.workload import WorkloadContext
@@ -162,7 +163,9 @@ class CellSession:
         per_repeat = max(1, len(requests) // self._num_repeats)
         self._limits = {
             "max_model_len": max_model_len(self._plan, requests, self._plan.evaluators),
-            "max_num_seqs": max_num_seqs(self._plan.parts, self._workload.concurrency, per_repeat),
+            "max_num_seqs": max_num_seqs(
+                {**self._plan.parts, Role.ENGINE: self._plan.engine}, self._workload.concurrency, per_repeat
+            ),
         }
 
     def _build_engine(self, plan: CellPlan) -> Engine:
@@ -247,7 +250,7 @@ class CellSession:
             self_check=report.self_check,
             environment={
                 **capture_environment(
-                    plan.machine, plan.device, {choice.registered.provenance.distribution for choice in choices}
+                    plan.machine, plan.device, {name for choice in choices for name in distributions(choice)}
                 ),
                 "graphs": report.graphs,
                 "memory_method": self._meter.method,

@@ -72,9 +72,9 @@ def _evaluator_tokens(choice: Choice, allowed: int) -> int:
     return min(UNTOLD_TOKENS, allowed) if declared is None else declared
 
 
-def max_num_seqs(parts: Mapping[Role, Choice], concurrency: int | None, num_requests: int) -> int:
-    """The smallest of what the scheduler admits, what the workload keeps in flight, and what there is."""
-    scheduler = parts.get(Role.SCHEDULER)
-    asked = [getattr(scheduler.options, name, None) for name in ("max_num_seqs", "batch_size")] if scheduler else []
+def max_num_seqs(choices: Mapping[Role, Choice], concurrency: int | None, num_requests: int) -> int:
+    """The smallest of what scheduler and engine admit, what the workload keeps in flight, and what there is."""
+    owners = [choices[role].options for role in (Role.SCHEDULER, Role.ENGINE) if role in choices]
+    asked = [getattr(owner, name, None) for owner in owners for name in ("max_num_seqs", "batch_size")]
     bounds = [bound for bound in (*asked, concurrency) if bound] or [DEFAULT_MAX_NUM_SEQS]
     return max(1, min(*bounds, num_requests) if num_requests else min(bounds))

@@ -53,7 +53,9 @@ COMPONENTS = (
         summary="the five parts around transformers' own modeling code, packed sequences, CUDA graphs for decode",
         build=_build,
         options=NativeOptions,
-        provides=lambda options, model, machine: frozenset({"engine:score", "engine:parts"}),
+        provides=lambda options, model, machine: frozenset(
+            {"engine:score", "engine:score_decode", "engine:logits", "engine:parts"}
+        ),
         hosts=frozenset((*PART_ROLES, Role.TRANSFORM)),
     ),
 )

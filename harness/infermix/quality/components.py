@@ -120,8 +120,16 @@ def _build_agreement(options: AgreementOptions, context: Any) -> Any:
     return AgreementEvaluator(options, context)
 
 
-def _needs_score(options: Any, model: ModelFacts, machine: MachineFacts) -> Features:
-    return frozenset({"engine:score"})
+def _protocol_needs(protocol: Protocol) -> Features:
+    return frozenset({"engine:score_decode" if protocol == "decode" else "engine:score"})
+
+
+def _perplexity_needs(options: PerplexityOptions, model: ModelFacts, machine: MachineFacts) -> Features:
+    return _protocol_needs(options.protocol)
+
+
+def _agreement_needs(options: AgreementOptions, model: ModelFacts, machine: MachineFacts) -> Features:
+    return _protocol_needs(options.protocol) | {"engine:logits"}
 
 
 COMPONENTS = (
@@ -131,7 +139,7 @@ COMPONENTS = (
         summary="perplexity of a text under a named protocol",
         options=PerplexityOptions,
         build=_build_perplexity,
-        needs=_needs_score,
+        needs=_perplexity_needs,
     ),
     Component(
         name="agreement",
@@ -139,6 +147,6 @@ COMPONENTS = (
         summary="KL divergence, top-1 agreement and first greedy divergence against the reference parts",
         options=AgreementOptions,
         build=_build_agreement,
-        needs=_needs_score,
+        needs=_agreement_needs,
     ),
 )

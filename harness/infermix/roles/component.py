@@ -57,8 +57,9 @@ class Component:
     (options, model facts, machine facts) and return feature names such as `kv:truncate`; a need `a|b` is met by
     either, a provided `head_dim:*` meets every `head_dim:` need. `adapters` (same signature, returning a mapping
     feature -> adapter name) lists features that the component offers only through a declared adapter. `weight_bits`
-    is a quantizer's effective bits per quantized weight, scales included, for the memory prediction. `hosts` are the
-    roles that an engine takes from `parts:`, and `Role.TRANSFORM` when it applies `transforms:`.
+    is a quantizer's (or a quantizing engine's) effective bits per quantized weight, scales included, for the memory
+    prediction. `hosts` are the roles that an engine takes from `parts:`, and `Role.TRANSFORM` when it applies
+    `transforms:`.
     """
 
     name: str

@@ -109,7 +109,11 @@ class Engine(Protocol):
     def has_work(self) -> bool: ...
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
-        """Quality through the same weights and parts. Only when idle."""
+        """Quality through the same weights and parts. Only when idle.
+
+        What an engine can do of this it provides as features, and evaluators need them: `engine:score` (protocol
+        `prefill`), `engine:score_decode`, `engine:logits`. It raises `Unsupported` for the rest.
+        """
         ...
 
     def report(self) -> EngineReport: ...
