@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -72,8 +73,9 @@ class VllmEngine:
             vocab_size=self._vocab_size,
             has_tokenizer=self.tokenizer is not None,
         )
-        params = to_vllm(self._api, request.sampling, self._eos_token_ids)
-        self._add(request.request_id, request.prompt_ids, params)
+        with _refusals(request.request_id):
+            params = to_vllm(self._api, request.sampling, self._eos_token_ids)
+            self._add(request.request_id, request.prompt_ids, params)
         self._live[request.request_id] = Stream(request)
 
     @property
@@ -95,7 +97,8 @@ class VllmEngine:
             check_score(request, limit)
         names = {f"score-{index}": request for index, request in enumerate(requests)}
         for name, request in names.items():
-            self._add(name, request.token_ids, scoring_params(self._api))
+            with _refusals(name):
+                self._add(name, request.token_ids, scoring_params(self._api))
         found = {output.request_id: output.prompt_logprobs for output in self._finished(len(names))}
         return [read_score(request, found.get(name)) for name, request in names.items()]
 
@@ -126,12 +129,8 @@ class VllmEngine:
             torch.cuda.empty_cache()
 
     def _add(self, name: str, token_ids: Sequence[int], params: Any) -> None:
-        """What vLLM refuses (`ValueError`) is the request's fault."""
-        try:
-            # The form that vLLM's own `LLM` hands to its engine, without a second look at the tokens.
-            self._engine.add_request(name, {"type": "token", "prompt_token_ids": list(token_ids)}, params)
-        except ValueError as error:
-            raise UserError(f"vLLM refuses it: {error}", where=f"request {name}") from error
+        """In the form that vLLM's own `LLM` hands to its engine: nothing looks at the tokens a second time."""
+        self._engine.add_request(name, {"type": "token", "prompt_token_ids": list(token_ids)}, params)
 
     def _event(self, output: Any, now: int) -> TokenEvent | None:
         stream = self._live.get(output.request_id)
@@ -168,3 +167,12 @@ class VllmEngine:
         self._counters = {"steps": 0.0, "prefix_hit_tokens": 0.0}
         if self._options.log_stats:
             self._preemptions_before = facts.num_preemptions(self._engine)
+
+
+@contextmanager
+def _refusals(name: str) -> Iterator[None]:
+    """What vLLM refuses (`ValueError`) is the request's fault."""
+    try:
+        yield
+    except ValueError as error:
+        raise UserError(f"vLLM refuses it: {error}", where=f"request {name}") from error

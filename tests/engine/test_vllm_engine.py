@@ -423,7 +423,10 @@ def write_checkpoint(folder: Path) -> None:
     (folder / "generation_config.json").write_text('{"eos_token_id": [9]}')
 
 
-HEAD = "model: {source: tiny.json, weights: dummy}\nworkload: {use: synthetic, num_requests: 4, input_tokens: 8}\n"
+HEAD = (
+    "model: {source: tiny.json, weights: dummy}\n"
+    "workload: {use: synthetic, num_requests: 4, input_tokens: 8, output_tokens: 4}\n"
+)
 
 
 def plans(folder: Path, text: str, machine: MachineFacts = GPU) -> list[CellPlan]:

@@ -68,6 +68,7 @@ def test_sequences_are_bounded_by_scheduler_workload_and_requests() -> None:
     assert sizes.max_num_seqs(parts, 2, 100) == 2
     assert sizes.max_num_seqs(parts, None, 5) == 5
     assert sizes.max_num_seqs({}, None, 1000) == sizes.DEFAULT_MAX_NUM_SEQS
+    assert sizes.max_num_seqs({**parts, Role.ENGINE: choice(SchedulerOptions(max_num_seqs=4))}, None, 100) == 4
 
 
 def test_requests_that_cannot_run_are_named() -> None:

@@ -183,6 +183,15 @@ def test_another_version_of_a_part_runs_its_cells_again() -> None:
     assert not same_versions({**packages, "mine": "1"}, choices, packages)
 
 
+def test_another_version_of_a_library_runs_the_cells_that_need_it_again() -> None:
+    packages = package_versions()
+    component = Component(name="e", role=Role.ENGINE, summary="", build=print, requires=("pytest",))
+    choices = [Choice(Registered(component, Provenance("mine", "2", "m")), None)]
+    recorded = {**packages, "mine": "2", **package_versions(["pytest"])}
+    assert same_versions(recorded, choices, packages)
+    assert not same_versions({**recorded, "pytest": "0.1"}, choices, packages)
+
+
 def test_refused_cells_get_their_record_at_once(experiment: Write, sweep: Any, tmp_path: Path) -> None:
     path = experiment(parts={"attention": "sdpa"}, sweep={"workload.max_new_tokens": [4, 5]})
     records, heard = sweep(path)
