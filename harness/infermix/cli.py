@@ -24,6 +24,7 @@ VERBS = {
     "compare": "compare two records or groups of records",
     "show": "show one record in full",
     "cost": "parameters, bytes, FLOPs and ideal step time of a model",
+    "kv": "bytes of the KV cache in every layout, and how many sequences fit",
     "doctor": "what this machine has and which parts can run on it",
     "new-plugin": "write a working plugin package",
 }

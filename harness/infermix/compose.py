@@ -23,11 +23,11 @@ from infermix.features import match
 from infermix.fitting import Fitter
 from infermix.measure.names import measure_faults
 from infermix.plugins import Catalogue
-from infermix.roles.component import PART_ROLES, Choice, Role
+from infermix.roles.component import PART_ROLES, Choice, Features, Role
 from infermix.roles.evaluator import EvaluatorOptions
 from infermix.roles.facts import MachineFacts, ModelFacts, ResolvedSource
 from infermix.roles.workload import WorkloadOptions
-from infermix.spec.experiment import DEFAULT_PARTS, Cell, Measure, ModelSource, Use
+from infermix.spec.experiment import DEFAULT_PARTS, Cell, Limits, Measure, ModelSource, Use
 from infermix.spec.load import Sweep
 from infermix.spec.validate import Locate, Report, check_struct, nowhere
 from infermix.spec.yaml_marks import KeyPath
@@ -41,7 +41,7 @@ class CellPlan:
     """One cell with its verdict. `reasons` say why it does not run; `adapters` map feature -> adapter.
 
     `parts` are those that the engine hosts. `facts.dtype` equals `dtype`, never "auto". `max_model_len` (tokens) and
-    `max_num_seqs` are what the memory prediction assumes.
+    `max_num_seqs` are what the memory prediction assumes; KV of `sequences_that_fit` such sequences has room.
     """
 
     cell: Cell
@@ -61,6 +61,7 @@ class CellPlan:
     time_limit_s: float
     max_model_len: int = 0
     max_num_seqs: int = 0
+    sequences_that_fit: int | None = None
     transforms: tuple[Choice, ...] = ()
 
 
@@ -237,7 +238,8 @@ class _Planner:
         facts = self._with_dtype(native, dtype)
         problems = [*_unavailable(chosen), *_not_hosted(chosen), *_refused(chosen, facts)]
         choices = {Role.ENGINE: chosen.engine, **chosen.parts, Role.WORKLOAD: chosen.workload}
-        matched = match(choices, chosen.evaluators, facts, machine, chosen.transforms)
+        limits = _stated_limits(experiment.limits)
+        matched = match(choices, chosen.evaluators, facts, machine, chosen.transforms, limits)
         parts = {role: matched.choices[role] for role in chosen.parts}
         sizes = self._fitter.fit(experiment.limits, choices, chosen.evaluators, facts, machine)
         problems += [no_device] if no_device else [*matched.problems, *sizes.problems]
@@ -247,7 +249,8 @@ class _Planner:
             engine=matched.choices[Role.ENGINE], workload=chosen.workload, parts=parts,
             evaluators=chosen.evaluators, source=source, facts=facts, machine=machine, device=machine.device,
             dtype=dtype, memory=sizes.memory, time_limit_s=experiment.measure.time_limit_s,
-            max_model_len=sizes.max_model_len, max_num_seqs=sizes.max_num_seqs, transforms=matched.transforms,
+            max_model_len=sizes.max_model_len, max_num_seqs=sizes.max_num_seqs,
+            sequences_that_fit=sizes.sequences_that_fit, transforms=matched.transforms,
         )  # fmt: skip
 
     def _machine(self, device: str) -> tuple[MachineFacts, str | None]:
@@ -284,6 +287,11 @@ def resolve_dtype(asked: str, native: str, source: ResolvedSource, device: str) 
     if source.kind == "gguf" and device == "cpu":
         return "float32"
     return "bfloat16" if native == "float32" and device != "cpu" else native
+
+
+def _stated_limits(limits: Limits) -> Features:
+    """What parts may need of the experiment's limits: `limits:KEY` for every optional one that is set."""
+    return frozenset(f"limits:{name}" for name, value in msgspec.structs.asdict(limits).items() if value is not None)
 
 
 def _unavailable(chosen: _Chosen) -> list[str]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from infermix.roles.component import Choice, Role, meets
+from infermix.roles.component import Choice, Features, Role, meets
 from infermix.roles.facts import MachineFacts, ModelFacts
 
 #: Who is expected to offer a feature, by its prefix; only used to word a refusal.
@@ -35,9 +35,13 @@ def match(
     model: ModelFacts,
     machine: MachineFacts,
     transforms: Sequence[Choice] = (),
+    limits: Features = frozenset(),
 ) -> Match:
-    """Check a mix. `choices` and `transforms` come back with `via` filled in; `model.dtype` is the cell's dtype."""
-    rules = _Rules(choices, transforms, model, machine)
+    """Check a mix. `choices` and `transforms` come back with `via` filled in; `model.dtype` is the cell's dtype.
+
+    `limits` are features `limits:KEY`, one for each limit that the experiment states.
+    """
+    rules = _Rules(choices, transforms, model, machine, limits)
     problems: list[str] = list(rules.model_problems())
     adapters: dict[str, str] = {}
     matched: dict[Role, Choice] = {}
@@ -64,12 +68,13 @@ class _Rules:
         transforms: Sequence[Choice],
         model: ModelFacts,
         machine: MachineFacts,
+        limits: Features,
     ) -> None:
         self._choices, self._model, self._machine = choices, model, machine
         everyone = (*choices.values(), *transforms)
         parts = frozenset[str]().union(*(self._evaluate(choice, "provides") for choice in everyone))
         hardware = {name for name in machine.provides if not name.startswith("dtype:")}
-        self._provided = parts | hardware | {f"dtype:{model.dtype}"}
+        self._provided = parts | hardware | limits | {f"dtype:{model.dtype}"}
         self._adapters: dict[str, str] = {}
         for choice in everyone:
             self._adapters.update(self._evaluate(choice, "adapters"))
@@ -109,6 +114,8 @@ class _Rules:
         choice = self._choices.get(_PROVIDERS.get(prefix, Role.WORKLOAD))
         if prefix in ("device", "sm"):
             return f"this cell runs on {self._machine.device} ({self._machine.name})"
+        if prefix == "limits":
+            return "which this experiment does not set"
         if prefix == "dtype":
             return f"this cell computes in {self._model.dtype}"
         if choice is not None and prefix in _PROVIDERS:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from infermix.cost.kv import kv_groups
+from infermix.cost.kv_capacity import kv_limit, kv_room, sequences_that_fit
 from infermix.cost.memory import USABLE_SHARE, MemoryPrediction, fits, predict_memory
 from infermix.errors import UserError
 from infermix.roles.component import Choice, Role
@@ -25,18 +26,21 @@ _ASSUMED_SEQS = 256
 _ASSUMED_STEP_TOKENS = 2048
 #: Feature of an engine whose KV takes its share of the device at start-up, whatever the sequences need.
 FILLS_MEMORY = "engine:fills_memory"
-#: Kept free on a GPU for activations when the KV gets a share of the device.
-_RESERVE_BYTES = 2 << 30
 
 
 @dataclass(frozen=True)
 class Fit:
-    """Sizes of a cell and what is wrong with them. `memory` is `None` when nothing could be predicted."""
+    """Sizes of a cell and what is wrong with them. `memory` is `None` when nothing could be predicted.
+
+    `sequences_that_fit` of `max_model_len` tokens have room beside the rest; `None` without a KV layout, or with one
+    that memory does not bound.
+    """
 
     max_model_len: int
     max_num_seqs: int
     memory: MemoryPrediction | None
     problems: tuple[str, ...]
+    sequences_that_fit: int | None = None
 
 
 @dataclass(frozen=True)
@@ -55,12 +59,15 @@ class _Demand:
     fills_memory: bool
 
 
+_Sizes = tuple[MemoryPrediction | None, tuple[str, ...], int | None]
+
+
 class Fitter:
     """Predicts the sizes of cells; each distinct layout and each distinct demand once."""
 
     def __init__(self) -> None:
         self._layouts: dict[tuple[str, bytes], KVLayout] = {}
-        self._known: dict[_Demand, tuple[MemoryPrediction | None, tuple[str, ...]]] = {}
+        self._known: dict[_Demand, _Sizes] = {}
 
     def fit(
         self,
@@ -77,8 +84,8 @@ class Fitter:
         count = _max_num_seqs(choices)
         if not facts.matrices:
             return Fit(length, count, None, problems)
-        memory, more = self._memory(limits, choices, facts, machine, length, count)
-        return Fit(length, count, memory, (*problems, *more))
+        memory, more, fitting = self._memory(limits, choices, facts, machine, length, count)
+        return Fit(length, count, memory, (*problems, *more), fitting)
 
     def _memory(
         self,
@@ -88,7 +95,7 @@ class Fitter:
         machine: MachineFacts,
         length: int,
         count: int,
-    ) -> tuple[MemoryPrediction | None, tuple[str, ...]]:
+    ) -> _Sizes:
         kv, quantizer = choices.get(Role.KV), choices.get(Role.QUANTIZER, choices.get(Role.ENGINE))
         engine = choices.get(Role.ENGINE)
         provided = engine.component.provides(engine.options, facts, machine) if engine else frozenset()
@@ -108,9 +115,7 @@ class Fitter:
             self._known[demand] = self._predict(demand, kv, facts, machine)
         return self._known[demand]
 
-    def _predict(
-        self, demand: _Demand, kv: Choice | None, facts: ModelFacts, machine: MachineFacts
-    ) -> tuple[MemoryPrediction | None, tuple[str, ...]]:
+    def _predict(self, demand: _Demand, kv: Choice | None, facts: ModelFacts, machine: MachineFacts) -> _Sizes:
         memory = predict_memory(
             facts,
             None,
@@ -120,13 +125,28 @@ class Fitter:
             max_num_seqs=demand.count,
         )
         try:
+            fitting = self._fitting(demand, kv, facts, machine, memory)
             memory = replace(memory, kv_bytes=self._kv_bytes(demand, kv, facts, machine, memory))
         except UserError as error:
             problem = f"{error.message} ({error.hint})" if error.hint else error.message
-            return memory, () if demand.assumed else (problem,)
+            return memory, () if demand.assumed else (problem,), None
         # What is only assumed refuses nothing: the data may hold one short prompt.
         surely = replace(memory, kv_bytes=0) if demand.assumed else memory
-        return memory, () if fits(surely, machine) else (_too_large(surely, machine),)
+        return memory, () if fits(surely, machine) else (_too_large(surely, machine),), fitting
+
+    def _fitting(
+        self, demand: _Demand, kv: Choice | None, facts: ModelFacts, machine: MachineFacts, memory: MemoryPrediction
+    ) -> int | None:
+        if kv is None or demand.layout is None:
+            return None
+        budget = KVBudget(1, demand.length, facts.dtype_bytes)
+        room = kv_room(machine, memory, demand.limits.kv_memory_bytes, demand.limits.kv_memory_fraction)
+        return sequences_that_fit(self._layout(demand.layout, kv), kv_groups(facts), budget, room)
+
+    def _layout(self, key: tuple[str, bytes], kv: Choice) -> KVLayout:
+        if key not in self._layouts:
+            self._layouts[key] = kv.component.build(kv.options, None)
+        return self._layouts[key]
 
     def _kv_bytes(
         self, demand: _Demand, kv: Choice | None, facts: ModelFacts, machine: MachineFacts, memory: MemoryPrediction
@@ -137,10 +157,10 @@ class Fitter:
             if demand.fills_memory:
                 return max(_filled(demand.limits, machine, memory), round(each * demand.length))
             return round(each * demand.length * demand.count)
-        if demand.layout not in self._layouts:
-            self._layouts[demand.layout] = kv.component.build(kv.options, None)
-        budget = KVBudget(demand.count, demand.length, facts.dtype_bytes, _kv_limit(demand.limits, machine, memory))
-        return self._layouts[demand.layout].shape(groups, budget).bytes
+        limits = demand.limits
+        most = kv_limit(machine, memory, limits.kv_memory_bytes, limits.kv_memory_fraction)
+        budget = KVBudget(demand.count, demand.length, facts.dtype_bytes, most)
+        return self._layout(demand.layout, kv).shape(groups, budget).bytes
 
 
 def _asked_tokens(workload: Choice, evaluators: Iterable[Choice]) -> Iterator[tuple[str, int]]:
@@ -188,14 +208,6 @@ def _option(choices: Mapping[Role, Choice], name: str) -> int | None:
     owners = [choices[role].options for role in (Role.SCHEDULER, Role.ENGINE) if role in choices]
     values = [value for owner in owners if (value := getattr(owner, name, None))]
     return min(values, default=None)
-
-
-def _kv_limit(limits: Limits, machine: MachineFacts, memory: MemoryPrediction) -> int | None:
-    """Bytes that the KV may take; `None` on a CPU without a stated limit: as much as the sequences need."""
-    if limits.kv_memory_bytes is not None or machine.device == "cpu":
-        return limits.kv_memory_bytes
-    fraction = limits.kv_memory_fraction or EngineContext.kv_memory_fraction
-    return max(0, int(fraction * machine.memory_bytes) - memory.total_bytes - _RESERVE_BYTES)
 
 
 def _filled(limits: Limits, machine: MachineFacts, memory: MemoryPrediction) -> int:

@@ -6,7 +6,8 @@ import heapq
 from collections.abc import Sequence
 
 from infermix.errors import UserError
-from infermix.roles.kv_space import KVBudget, KVGroup, KVShape, KVUsage
+from infermix.roles.kv_space import BlockMoves, KVBudget, KVGroup, KVShape, KVUsage
+from infermix.toolkit.host_blocks import HostBlocks
 from infermix.toolkit.paged_space import bytes_per_token
 
 
@@ -50,6 +51,7 @@ class RowSpace:
         self._tables: dict[int, list[int]] = {}
         self._lengths: dict[int, int] = {}
         self._used_tokens = 0
+        self._host = HostBlocks.of(shape)
 
     def reserve(self, seq_id: int, num_tokens: int) -> bool:
         if num_tokens > self._shape.max_model_len:
@@ -72,9 +74,17 @@ class RowSpace:
     def release(self, seq_id: int) -> None:
         table = self._tables.pop(seq_id, None)
         if table is None:
+            self._host.release(seq_id)
             return
         heapq.heappush(self._free, table[0])
         self._used_tokens -= self._lengths.pop(seq_id)
+
+    def swap_out(self, seq_id: int, num_tokens: int) -> BlockMoves | None:
+        """The whole row moves, however few tokens it holds."""
+        return self._host.swap_out(self, seq_id, num_tokens)
+
+    def swap_in(self, seq_id: int, num_tokens: int) -> BlockMoves | None:
+        return self._host.swap_in(self, seq_id, num_tokens)
 
     def block_table(self, seq_id: int, table: int = 0) -> Sequence[int]:
         return self._tables[seq_id]

@@ -53,6 +53,13 @@ class ContinuousOptions(Options, frozen=True):
             "false: whole prompts, and a longer one runs in a step of its own beside the decodes"
         ),
     ] = False
+    preemption: Annotated[
+        Literal["recompute", "swap"],
+        Meta(
+            description="when KV runs out, the request admitted last gives it up: recompute computes it again later, "
+            "swap moves it to host memory of limits.kv_swap_bytes and back (recompute where that is full)"
+        ),
+    ] = "recompute"
 
 
 class CompileOptions(Options, frozen=True):
@@ -80,6 +87,10 @@ def _always(*names: str) -> FeatureRule:
         return features
 
     return rule
+
+
+def _swap_needs(options: ContinuousOptions, model: ModelFacts, machine: MachineFacts) -> Features:
+    return frozenset({"kv:swap", "limits:kv_swap_bytes"} if options.preemption == "swap" else ())
 
 
 def _gather(options: Any, model: ModelFacts, machine: MachineFacts) -> dict[str, str]:
@@ -166,6 +177,7 @@ def _build_continuous(options: ContinuousOptions, context: int) -> Any:
         max_num_seqs=min(options.max_num_seqs, context),
         max_num_batched_tokens=options.max_num_batched_tokens,
         chunked=options.chunked,
+        swap=options.preemption == "swap",
     )
 
 
@@ -225,7 +237,7 @@ def infermix_kv() -> list[Component]:
             summary="one row of the longest length per sequence, allocated in advance",
             build=_build_dense,
             requires=("torch",),
-            provides=_always("view:dense", "kv:truncate", "kv:fork", "kv:export", "kv:preallocated"),
+            provides=_always("view:dense", "kv:truncate", "kv:fork", "kv:export", "kv:swap", "kv:preallocated"),
         ),
         Component(
             name="paged",
@@ -234,7 +246,9 @@ def infermix_kv() -> list[Component]:
             build=_build_paged,
             options=PagedOptions,
             requires=("torch",),
-            provides=_always("view:paged", "kv:paged", "kv:truncate", "kv:fork", "kv:export", "kv:preallocated"),
+            provides=_always(
+                "view:paged", "kv:paged", "kv:truncate", "kv:fork", "kv:export", "kv:swap", "kv:preallocated"
+            ),
             adapters=_gather,
         ),
     ]
@@ -291,6 +305,7 @@ def infermix_scheduler() -> list[Component]:
             summary="requests join and leave at every step",
             build=_build_continuous,
             options=ContinuousOptions,
+            needs=_swap_needs,
         ),
     ]
 

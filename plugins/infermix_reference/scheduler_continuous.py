@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from typing import cast
 
 from infermix.errors import OutOfMemory
-from infermix.roles.kv_space import KVSpace
+from infermix.roles.kv_space import KVSpace, SwapSpace
 from infermix.roles.request import Sequence
 from infermix.roles.scheduler import Plan, Scheduled
 from infermix.toolkit.admission import refuse_oversized
@@ -20,27 +21,38 @@ class ContinuousScheduler:
     When KV for a running sequence runs out, the one that was admitted last is preempted: it gives everything back
     and is computed again later, before anything else that waits. The last one itself pauses instead of being
     preempted, so the first admitted sequence always advances, and every request ends.
+
+    With `swap`, the victim's KV moves to host memory instead; where that is full, it is computed again. What was
+    swapped out comes back, the earliest admitted first, before anything new is let in, one step before it runs: its
+    copy then overlaps with that step.
     """
 
-    def __init__(self, max_num_seqs: int, max_num_batched_tokens: int, chunked: bool = False) -> None:
+    def __init__(
+        self, max_num_seqs: int, max_num_batched_tokens: int, chunked: bool = False, *, swap: bool = False
+    ) -> None:
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._chunked = chunked
+        self._swap = swap
         self._waiting: OrderedDict[int, Sequence] = OrderedDict()
+        self._swapped: OrderedDict[int, Sequence] = OrderedDict()
         self._running: dict[int, Sequence] = {}
 
     def add(self, sequence: Sequence) -> None:
         self._waiting[sequence.seq_id] = sequence
 
     def finish(self, sequence: Sequence) -> None:
-        if self._running.pop(sequence.seq_id, None) is None:
-            self._waiting.pop(sequence.seq_id, None)
+        for queue in (self._running, self._waiting, self._swapped):
+            if queue.pop(sequence.seq_id, None) is not None:
+                return
 
     def schedule(self, space: KVSpace, now_s: float) -> Plan:
         """Raises `UserError` for a request that even an empty space does not hold."""
         plan = Plan()
         budget, all_served = self._continue(plan, space)
         if all_served:
+            budget -= self._resume(plan, space)
+        if all_served and not self._swapped:
             self._admit(plan, space, budget)
         return plan
 
@@ -56,7 +68,7 @@ class ContinuousScheduler:
                 budget -= seq.num_tokens if space.recompute else new
             else:
                 all_served = False
-        return budget, all_served and not plan.preempted
+        return budget, all_served and not plan.preempted and not plan.swapped_out
 
     def _in_turn(self) -> list[Sequence]:
         ready = [seq for seq in self._running.values() if seq.num_uncomputed and not seq.exhausted]
@@ -86,13 +98,41 @@ class ContinuousScheduler:
         return True
 
     def _preempt(self, victim: Sequence, plan: Plan, space: KVSpace) -> None:
-        space.release(victim.seq_id)
         del self._running[victim.seq_id]
+        plan.entries = [entry for entry in plan.entries if entry.sequence is not victim]
+        if self._swap and self._swap_out(victim, plan, cast(SwapSpace, space)):
+            return
+        space.release(victim.seq_id)
         victim.num_computed = 0
         self._waiting[victim.seq_id] = victim
         self._waiting.move_to_end(victim.seq_id, last=False)
         plan.preempted.append(victim)
-        plan.entries = [entry for entry in plan.entries if entry.sequence is not victim]
+
+    def _swap_out(self, victim: Sequence, plan: Plan, space: SwapSpace) -> bool:
+        """Whether the host had room."""
+        moves = space.swap_out(victim.seq_id, victim.num_computed)
+        if moves is None:
+            return False
+        self._swapped[victim.seq_id] = victim
+        self._swapped.move_to_end(victim.seq_id, last=False)
+        plan.swapped_out.append(victim)
+        plan.moves.append(moves)
+        return True
+
+    def _resume(self, plan: Plan, space: KVSpace) -> int:
+        """Bring swapped sequences back, with room for their next token; returns how many tokens they run now."""
+        while self._swapped and len(self._running) < self._max_num_seqs:
+            seq = next(iter(self._swapped.values()))
+            moves = cast(SwapSpace, space).swap_in(seq.seq_id, seq.num_tokens)
+            if moves is None:
+                break
+            self._running[seq.seq_id] = self._swapped.pop(seq.seq_id)
+            plan.swapped_in.append(seq)
+            plan.moves.append(moves)
+            if not plan.entries:  # nothing runs beside the copy: wait for it rather than for the next step
+                new = self._affordable(seq, self._max_num_batched_tokens, space.recompute, alone=True)
+                plan.entries.append(Scheduled(seq, new))
+        return sum(entry.num_new_tokens for entry in plan.entries if entry.sequence in plan.swapped_in)
 
     def _admit(self, plan: Plan, space: KVSpace, budget: int) -> None:
         first = True
@@ -110,7 +150,7 @@ class ContinuousScheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._waiting) + len(self._swapped)
 
     @property
     def num_running(self) -> int:

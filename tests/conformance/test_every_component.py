@@ -29,6 +29,8 @@ VARIANTS: dict[tuple[Role, str], list[dict[str, Any]]] = {
         {"max_num_batched_tokens": 4},
         {"max_num_batched_tokens": 4, "chunked": True},
         {"max_num_batched_tokens": 16, "chunked": True},
+        {"preemption": "swap"},
+        {"preemption": "swap", "max_num_batched_tokens": 4, "chunked": True},
     ],
 }
 

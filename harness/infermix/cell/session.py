@@ -185,6 +185,7 @@ class CellSession:
             clock_ns=now_ns,
             progress=self._phases.report,
             kv_memory_bytes=limits.kv_memory_bytes,
+            kv_swap_bytes=limits.kv_swap_bytes,
             base=self._base,
             transforms=plan.transforms,
             **fraction,

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from infermix.commands.arguments import add_model_arguments, context_tokens, parse_options, rate
 from infermix.cost.estimate import Estimate, Setting, estimate
 from infermix.cost.kv import kv_bytes_per_token, kv_groups
 from infermix.cost.machine import machine_facts
@@ -31,7 +32,6 @@ HELP = "Parameters, bytes and FLOPs of a model per phase and layer kind, its KV,
 
 #: Roles whose choice changes what a step moves or computes.
 _ROLES = (Role.KV, Role.QUANTIZER)
-_DEFAULT_CONTEXT = 2048
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,7 @@ class _Parts:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "model", help="shape:NAME, package:NAME, a directory, a .gguf or config.json file, or a Hugging Face id"
-    )
+    add_model_arguments(parser)
     parser.add_argument(
         "--parts",
         nargs="+",
@@ -54,13 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="ROLE=NAME[:OPTION=VALUE,...]",
         help="quantizer and KV layout, e.g. quantizer=rtn:bits=4,group_size=64 kv=paged",
     )
-    parser.add_argument("--context", type=_positive, default=None, help="tokens of a sequence (2048, or the model's)")
-    parser.add_argument("--batch", type=_positive, default=1, help="sequences that decode together (1)")
-    parser.add_argument("--dtype", default="auto", help="auto, float32, float16, bfloat16 (auto: the checkpoint's)")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
-    parser.add_argument("--copy-gbs", type=_rate, help="GB/s of a copy instead of this machine's measured rate")
-    parser.add_argument("--tflops", type=_rate, help="TFLOP/s of a matmul instead of this machine's measured rate")
-    parser.add_argument("--memory-gb", type=_rate, help="GB of device memory instead of this machine's")
+    parser.add_argument("--copy-gbs", type=rate, help="GB/s of a copy instead of this machine's measured rate")
+    parser.add_argument("--tflops", type=rate, help="TFLOP/s of a matmul instead of this machine's measured rate")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
 
 
@@ -68,33 +61,13 @@ def execute(args: argparse.Namespace) -> int:
     source = locate_model(ModelSource(source=args.model), Path.cwd())
     facts = read_model_facts(source, dtype=args.dtype, dummy=source.kind == "dummy")
     machine = machine_facts(args.device)
-    context = args.context or min(_DEFAULT_CONTEXT, facts.max_position_embeddings)
-    if context > facts.max_position_embeddings:
-        raise UserError(f"the model has {facts.max_position_embeddings} positions, not {context}", where="--context")
-    setting = _setting(args, context, facts, machine)
+    setting = _setting(args, context_tokens(args, facts), facts, machine)
     result = estimate(facts, _with_parts(setting, args.parts, facts))
     if args.json:
         print(json.dumps({"machine": machine.name, **result.to_dict()}, indent=2))
     else:
         _show(result, machine)
     return 0
-
-
-def _positive(text: str) -> int:
-    value = int(text) if text.isdigit() else 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
-    return value
-
-
-def _rate(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
-    return value
 
 
 def _setting(args: argparse.Namespace, context: int, facts: ModelFacts, machine: MachineFacts) -> Setting:
@@ -143,17 +116,7 @@ def _parse_part(text: str) -> tuple[Role, str, dict[str, Any]]:
     if not equals or role not in names:
         raise UserError(f"{text!r} is no part that changes the cost", where="--parts", hint=nearest(role, names))
     name, _, options = rest.partition(":")
-    pairs = [pair.partition("=") for pair in options.split(",") if pair]
-    return Role(role), name, {key.strip(): _value(value) for key, _, value in pairs}
-
-
-def _value(text: str) -> Any:
-    import yaml
-
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError:
-        raise UserError(f"{text!r} is no value", where="--parts") from None
+    return Role(role), name, parse_options(options, "--parts")
 
 
 def _show(result: Estimate, machine: MachineFacts) -> None:

@@ -63,6 +63,7 @@ def _data(plan: CellPlan) -> dict[str, Any]:
         "time_limit_s": plan.time_limit_s,
         "max_model_len": plan.max_model_len,
         "max_num_seqs": plan.max_num_seqs,
+        "sequences_that_fit": plan.sequences_that_fit,
         "memory": memory
         and {
             "weights_bytes": memory.weights_bytes,
@@ -101,14 +102,21 @@ def _table(plans: list[CellPlan]) -> RenderableType:
     table.add_column("cell", overflow="fold")
     for title in ("verdict", "dtype"):
         table.add_column(title, no_wrap=True)
-    for title in ("memory", "limit"):
+    for title in ("memory", "sequences that fit", "limit"):
         table.add_column(title, justify="right", no_wrap=True)
     for plan in plans:
         name = plan.cell.name + (" *" if plan.cell.baseline else "")
         verdict = Text(_verdict(plan), style="green" if plan.runs else "red")
         memory = size(plan.memory.total_bytes) if plan.memory else MISSING
-        table.add_row(Text(name), verdict, plan.dtype, memory, _duration(plan.time_limit_s))
+        table.add_row(Text(name), verdict, plan.dtype, memory, _fitting(plan), _duration(plan.time_limit_s))
     return table
+
+
+def _fitting(plan: CellPlan) -> str:
+    """How many sequences of the cell's longest length the KV memory holds, such as `118 x 4,096 tokens`."""
+    if plan.sequences_that_fit is None:
+        return MISSING
+    return f"{plan.sequences_that_fit:,} x {plan.max_model_len:,} tokens"
 
 
 def _verdict(plan: CellPlan) -> str:

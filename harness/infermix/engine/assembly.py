@@ -16,6 +16,7 @@ from infermix.engine.graphs import StepGraphs
 from infermix.engine.lanes import Lanes
 from infermix.engine.loader import LoadedModel, load_model, load_tokenizer
 from infermix.engine.native import NativeEngine
+from infermix.engine.offload import make_swapper, swaps, with_swap_space
 from infermix.engine.runner import ModelRunner
 from infermix.engine.self_check import Reference, collect_reference, self_check
 from infermix.engine.transforms import Transforms
@@ -86,6 +87,7 @@ def assemble(options: NativeOptions, context: EngineContext) -> NativeEngine:
     with build.phase("allocate"):
         shape = _size_kv(build, layout, joint)
         space, store = layout.space(shape), layout.store(shape, build.device, build.dtype)
+        swapper = make_swapper(context, store, shape, build.report)
     if options.self_check:
         with build.phase("self_check"), torch.inference_mode():
             build.report.self_check = self_check(
@@ -111,7 +113,7 @@ def assemble(options: NativeOptions, context: EngineContext) -> NativeEngine:
     return NativeEngine(
         context=context, report=build.report, tokenizer=tokenizer, eos_token_ids=loaded.eos_token_ids, joint=joint,
         runner=runner, sampler=sampler, space=space, store=store, shape=shape, scheduler=scheduler, decoder=decoder,
-        lanes=Lanes(build.max_num_seqs), lag=_lag(build),
+        lanes=Lanes(build.max_num_seqs), lag=_lag(build), swapper=swapper,
     )  # fmt: skip
 
 
@@ -206,7 +208,8 @@ def _size_kv(build: Assembly, layout: KVLayout, joint: Joint) -> KVShape:
         element_bytes=build.dtype.itemsize,
         max_bytes=_kv_bytes(build),
     )
-    return layout.shape(joint.groups, budget)
+    shape = layout.shape(joint.groups, budget)
+    return with_swap_space(shape, build.context) if swaps(build.context) else shape
 
 
 def _kv_bytes(build: Assembly) -> int | None:

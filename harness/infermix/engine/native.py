@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from infermix.roles.kv_space import KVShape, KVSpace
     from infermix.roles.kv_store import KVStore
     from infermix.roles.scheduler import Plan, Scheduler
+    from infermix.toolkit.block_swapper import BlockSwapper
     from infermix.toolkit.sampling import TokenSampler
 
 
@@ -46,6 +47,7 @@ class NativeEngine:
         decoder: Decoder,
         lanes: Lanes,
         lag: int = 0,
+        swapper: BlockSwapper | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self._context, self._report = context, report
@@ -53,7 +55,7 @@ class NativeEngine:
         self._joint, self._runner, self._sampler = joint, runner, sampler
         self._space, self._store, self._shape = space, store, shape
         self._scheduler, self._decoder, self._lanes = scheduler, decoder, lanes
-        self._lag = lag
+        self._lag, self._swapper = lag, swapper
         self._pending: deque[Any] = deque()
         self._live: dict[int, Sequence] = {}
         self._next_id = 0
@@ -75,9 +77,11 @@ class NativeEngine:
     def step(self) -> list[TokenEvent]:
         plan = self._scheduler.schedule(self._space, self._context.clock_ns() / 1e9)
         self._note_usage(plan)
-        for sequence in plan.preempted:
+        for sequence in (*plan.preempted, *plan.swapped_out):
             self._forget_device_state(sequence)
             sequence.num_preemptions += 1
+        if self._swapper is not None:
+            self._swap(self._swapper, plan)
         if plan.entries:
             self._launch(plan)
         if not self._pending:
@@ -95,6 +99,7 @@ class NativeEngine:
     def report(self) -> EngineReport:
         self._report.counters = {
             **self._counters,
+            **(self._swapper.counters() if self._swapper else {}),
             "eager_steps": float(self._runner.num_eager_steps),
             "graph_steps": float(self._runner.num_graph_steps),
             "graph_captures": float(len(self._runner.graphs.keys) if self._runner.graphs else 0),
@@ -108,6 +113,8 @@ class NativeEngine:
         while self._pending:
             self._decoder.collect(self._pending.popleft())
         self._sampler.reset()
+        if self._swapper is not None:
+            self._swapper.reset()
         self._runner.num_eager_steps = self._runner.num_graph_steps = 0
         self._counters = dict.fromkeys(
             (
@@ -163,8 +170,14 @@ class NativeEngine:
             sequence.num_computed += entry.num_new_tokens
             sequence.num_inflight += finished_prompt
 
+    def _swap(self, swapper: BlockSwapper, plan: Plan) -> None:
+        """Queue the plan's copies, and let the step wait for what it reads."""
+        if plan.moves:
+            swapper.execute(plan.moves)
+        swapper.wait_for(entry.sequence.seq_id for entry in plan.entries)
+
     def _refuse_stall(self, plan: Plan) -> list[TokenEvent]:
-        if self._live and not plan.preempted:
+        if self._live and not plan.preempted and not plan.moves:
             raise InfermixError(
                 f"the scheduler runs nothing although {self._scheduler.num_waiting} wait and "
                 f"{self._scheduler.num_running} run; KV {self._space.usage()}"
@@ -229,11 +242,13 @@ class NativeEngine:
         if sequence.lane >= 0:
             self._sampler.forget(sequence.lane)
         self._lanes.release(sequence)
+        if self._swapper is not None:
+            self._swapper.wait_for((sequence.seq_id,))
 
     def _note_usage(self, plan: Plan) -> None:
         usage = self._space.usage()
         self._counters["steps"] += 1
-        self._counters["preemptions"] += len(plan.preempted)
+        self._counters["preemptions"] += len(plan.preempted) + len(plan.swapped_out)
         self._counters["computed_tokens"] += plan.num_new_tokens
         self._counters["allocated_tokens_sum"] += usage.allocated_tokens
         self._counters["used_tokens_sum"] += usage.used_tokens

@@ -108,6 +108,39 @@ class AgreementOptions(EvaluatorOptions, frozen=True, kw_only=True):
         check_corpus(self.corpus, base)
 
 
+class PasskeyOptions(EvaluatorOptions, frozen=True, kw_only=True):
+    """Retrieval of a number hidden in a long synthetic text, at several lengths and depths."""
+
+    lengths: Annotated[
+        tuple[Annotated[int, Meta(ge=1)], ...],
+        Meta(
+            min_length=1,
+            description="tokens of a prompt and its answer together; the filler is as long as that allows",
+            extra={"unit": "tokens"},
+        ),
+    ] = (512, 1024)
+    depths: Annotated[
+        tuple[Annotated[float, Meta(ge=0, le=1)], ...],
+        Meta(min_length=1, description="where the key stands: 0 before all filler, 1 behind it"),
+    ] = (0.0, 0.25, 0.5, 0.75, 1.0)
+    trials: Annotated[int, Meta(ge=1, description="keys per length and depth")] = 2
+    digits: Annotated[int, Meta(ge=1, le=18, description="digits of a key")] = 5
+    new_tokens: Annotated[int, Meta(ge=1, description="most tokens of an answer", extra={"unit": "tokens"})] = 16
+    chat: Annotated[
+        bool, Meta(description="ask through the chat template; false: plain text that the answer continues")
+    ] = False
+    seed: Annotated[int, Meta(description="draws the keys")] = 0
+
+    def __post_init__(self) -> None:
+        for name in ("lengths", "depths"):
+            given = getattr(self, name)
+            if len(set(given)) != len(given):
+                raise ValueError(f"{name} {list(given)} repeats a value")
+
+    def max_tokens(self) -> int:
+        return max(self.lengths)
+
+
 def _build_perplexity(options: PerplexityOptions, context: Any) -> Any:
     from infermix.quality.perplexity import PerplexityEvaluator
 
@@ -118,6 +151,12 @@ def _build_agreement(options: AgreementOptions, context: Any) -> Any:
     from infermix.quality.agreement import AgreementEvaluator
 
     return AgreementEvaluator(options, context)
+
+
+def _build_passkey(options: PasskeyOptions, context: Any) -> Any:
+    from infermix.quality.passkey import PasskeyEvaluator
+
+    return PasskeyEvaluator(options, context)
 
 
 def _protocol_needs(protocol: Protocol) -> Features:
@@ -148,5 +187,12 @@ COMPONENTS = (
         options=AgreementOptions,
         build=_build_agreement,
         needs=_agreement_needs,
+    ),
+    Component(
+        name="passkey",
+        role=Role.EVALUATOR,
+        summary="retrieval of a number hidden in a long text, by length and depth",
+        options=PasskeyOptions,
+        build=_build_passkey,
     ),
 )

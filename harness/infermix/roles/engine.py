@@ -21,7 +21,8 @@ class EngineContext:
     `parts` are the chosen components per hosted role, `clock_ns` the one
     clock, `progress(phase, fraction)` reports set-up, `max_model_len` and `max_num_seqs` bound what the workload and
     the evaluators will ask for, `base` is the folder that relative paths start from, `transforms` are those that the
-    experiment asks for, in order (empty for an engine that does not host `Role.TRANSFORM`).
+    experiment asks for, in order (empty for an engine that does not host `Role.TRANSFORM`). `kv_swap_bytes` is the
+    host memory for swapped-out sequences.
     """
 
     source: ResolvedSource
@@ -36,6 +37,7 @@ class EngineContext:
     progress: Callable[[str, float], None] = lambda phase, fraction: None
     kv_memory_bytes: int | None = None
     kv_memory_fraction: float = 0.9
+    kv_swap_bytes: int | None = None
     base: Path | None = None
     transforms: tuple[Choice, ...] = ()
 

@@ -42,7 +42,8 @@ class KVShape:
     """A sized layout: `num_blocks` usable blocks of `block_size` tokens plus one sink block with id `num_blocks`.
 
     `bytes` is what the store allocates, sink included; `bytes_per_token` what one more token costs. `group_tables`
-    maps a KV group to the block table that it uses; empty means that all groups share table 0.
+    maps a KV group to the block table that it uses; empty means that all groups share table 0. `num_host_blocks`
+    blocks of every table fit the host memory that sequences are swapped out to.
     """
 
     groups: tuple[KVGroup, ...]
@@ -53,6 +54,7 @@ class KVShape:
     bytes: int
     bytes_per_token: float
     group_tables: tuple[int, ...] = ()
+    num_host_blocks: int = 0
 
     @property
     def sink_block(self) -> int:
@@ -66,6 +68,10 @@ class KVShape:
     def blocks_per_seq(self) -> int:
         """Widest block table: blocks of one sequence of `max_model_len` tokens."""
         return -(-self.max_model_len // self.block_size)
+
+    @property
+    def num_tables(self) -> int:
+        return max(self.group_tables, default=0) + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +116,45 @@ class KVSpace(Protocol):
         ...
 
     def usage(self) -> KVUsage: ...
+
+
+@dataclass(frozen=True, slots=True)
+class BlockMoves:
+    """Blocks of one sequence to copy between device and host.
+
+    `device_blocks[t][i]` and `host_blocks[t][i]` belong together, for every block table t.
+    """
+
+    seq_id: int
+    to_host: bool
+    device_blocks: tuple[tuple[int, ...], ...]
+    host_blocks: tuple[tuple[int, ...], ...]
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(map(len, self.device_blocks))
+
+
+class SwapSpace(KVSpace, Protocol):
+    """A space whose sequences can move to host memory and back; the layout provides `kv:swap`.
+
+    Moves must be copied in the order in which they were booked, since a later one may use blocks that an earlier one
+    gave free. A swapped-out sequence holds no device block; `release` gives back its host blocks.
+    """
+
+    def swap_out(self, seq_id: int, num_tokens: int) -> BlockMoves | None:
+        """Move the first `num_tokens` tokens to the host and give all device blocks back.
+
+        `None` (and no change) when the host has no room or there is nothing to save.
+        """
+        ...
+
+    def swap_in(self, seq_id: int, num_tokens: int) -> BlockMoves | None:
+        """Bring a sequence back with room for `num_tokens` tokens in all; `None` (and no change) when there is none.
+
+        `num_tokens` is at least what was saved.
+        """
+        ...
 
 
 class KVLayout(Protocol):

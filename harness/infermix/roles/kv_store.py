@@ -102,6 +102,9 @@ class KVStore(Protocol):
 
     A store whose `write` does nothing but put each row at its slot may have a method `pools(layer_idx) -> KVPools`:
     whoever wants to do more on the way (rotate, quantize) then writes there itself instead of calling `write`.
+
+    A store of a layout that provides `kv:swap` has `block_tensors(table) -> list[Tensor]`: every tensor that blocks
+    of that table address, contiguous, indexed by block in dimension 0. Copying row i of all of them copies block i.
     """
 
     def write(self, layer_idx: int, k: Tensor, v: Tensor, batch: Batch, group: GroupBatch) -> None:

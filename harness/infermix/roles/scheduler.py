@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from infermix.roles.kv_space import KVSpace
+    from infermix.roles.kv_space import BlockMoves, KVSpace
     from infermix.roles.request import Sequence
 
 
@@ -30,11 +30,19 @@ class Scheduled:
 
 @dataclass(slots=True)
 class Plan:
-    """One step: who runs, who lost its KV, and for how many steps the plan stays valid if nothing arrives or ends."""
+    """One step: who runs, who lost its KV, and for how many steps the plan stays valid if nothing arrives or ends.
+
+    `swapped_out` and `swapped_in` are preempted and resumed by copies, `moves`, in the order of booking. The engine
+    queues the copies before the step; a sequence that comes back may be scheduled at once, and the step then waits
+    for it, or later, and the copy runs beside the steps between.
+    """
 
     entries: list[Scheduled] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
     valid_steps: int = 1
+    swapped_out: list[Sequence] = field(default_factory=list)
+    swapped_in: list[Sequence] = field(default_factory=list)
+    moves: list[BlockMoves] = field(default_factory=list)
 
     @property
     def num_new_tokens(self) -> int:
@@ -55,7 +63,8 @@ class Scheduler(Protocol):
     def schedule(self, space: KVSpace, now_s: float) -> Plan:
         """Choose the next step. KV for every chosen token is reserved; an empty plan means nothing can run now.
 
-        A preempted sequence has been released in `space`, its `num_computed` set to 0, and waits again.
+        A preempted sequence has been released in `space`, its `num_computed` set to 0, and waits again. One that was
+        swapped out keeps its `num_computed` and counts as waiting.
         """
         ...
 

@@ -35,6 +35,8 @@ class Digests:
         for key in ("name", "base", "baseline"):
             del data[key]
         del data["limits"]["max_cells"]
+        if data["limits"]["kv_swap_bytes"] is None:
+            del data["limits"]["kv_swap_bytes"]  # as below
         if not data["transforms"]:
             del data["transforms"]  # records from before there were any stay valid
         data["parts"] = {**_DEFAULT_PARTS, **data["parts"]}

@@ -69,6 +69,17 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_cells: Annotated[int, Meta(ge=1)] = 1000
     kv_memory_bytes: Annotated[int, Meta(ge=1, extra={"unit": "bytes"})] | None = None
     kv_memory_fraction: Annotated[float, Meta(gt=0, le=1)] | None = None
+    kv_swap_bytes: (
+        Annotated[
+            int,
+            Meta(
+                ge=1,
+                description="host memory (pinned on CUDA) that preempted sequences are swapped out to",
+                extra={"unit": "bytes"},
+            ),
+        ]
+        | None
+    ) = None
     max_model_len: Annotated[int, Meta(ge=1, extra={"unit": "tokens"})] | None = None
     num_threads: Annotated[int, Meta(ge=1, description="CPU threads of the cell")] | None = None
 

@@ -6,8 +6,9 @@ from array import array
 from collections.abc import Sequence
 
 from infermix.errors import Unsupported
-from infermix.roles.kv_space import KVGroup, KVShape, KVUsage
+from infermix.roles.kv_space import BlockMoves, KVGroup, KVShape, KVUsage
 from infermix.toolkit.block_pool import BlockPool
+from infermix.toolkit.host_blocks import HostBlocks
 
 
 def bytes_per_token(groups: tuple[KVGroup, ...], element_bytes: float) -> float:
@@ -27,6 +28,7 @@ class PagedSpace:
         self._shape = shape
         self._block_size = shape.block_size
         self._pool = BlockPool(shape.num_blocks)
+        self._host = HostBlocks.of(shape)
         self._tables: dict[int, array[int]] = {}
         self._lengths: dict[int, int] = {}
         self._used_tokens = 0
@@ -83,6 +85,15 @@ class PagedSpace:
         table = self._tables.pop(seq_id, None)
         if table is not None:
             self._give_back(table, 0, self._lengths.pop(seq_id))
+        else:
+            self._host.release(seq_id)
+
+    def swap_out(self, seq_id: int, num_tokens: int) -> BlockMoves | None:
+        """Shared blocks are saved as well: the sequence comes back with blocks of its own."""
+        return self._host.swap_out(self, seq_id, num_tokens)
+
+    def swap_in(self, seq_id: int, num_tokens: int) -> BlockMoves | None:
+        return self._host.swap_in(self, seq_id, num_tokens)
 
     def block_table(self, seq_id: int, table: int = 0) -> Sequence[int]:
         return self._tables[seq_id]

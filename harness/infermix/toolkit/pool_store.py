@@ -76,6 +76,15 @@ class PoolStore:
             for pool, part in zip(pools, parts, strict=True):
                 pool[torch.tensor(blocks, device=pool.device)] = part.to(pool)
 
+    def block_tensors(self, table: int = 0) -> list[Tensor]:
+        """Every pool of the layers whose KV group uses block table `table`."""
+        tables = self.shape.group_tables or (0,) * len(self.shape.groups)
+        layers = [
+            layer for group, used in zip(self.shape.groups, tables, strict=True) if used == table
+            for layer in group.layers
+        ]  # fmt: skip
+        return [pool for layer in layers for pool in self._pools[layer]]
+
     def allocated_bytes(self) -> int:
         return sum(part.numel() * part.element_size() for pools in self._pools.values() for part in pools)
 

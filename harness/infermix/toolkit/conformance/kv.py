@@ -14,6 +14,7 @@ from infermix.roles.component import Component
 from infermix.roles.kv_space import KVBudget, KVGroup, KVLayout, KVShape
 from infermix.toolkit.conformance.batches import make_batch
 from infermix.toolkit.conformance.component import example_machine, example_model
+from infermix.toolkit.conformance.kv_swap import check_kv_swap
 
 #: Two groups of different shape and window, keys wider than values in the second.
 GROUPS = (KVGroup((0, 2), 2, 8, 8), KVGroup((1,), 1, 12, 4, window=5))
@@ -32,6 +33,8 @@ def check_kv_layout(component: Component, options: Any = None, *, steps: int = 6
         life.step()
     life.end()
     _check_full(layout, shape)
+    if "kv:swap" in provided:
+        check_kv_swap(layout, shape)
 
 
 def _check_sizes(layout: KVLayout, shape: KVShape, provided: frozenset[str]) -> None:

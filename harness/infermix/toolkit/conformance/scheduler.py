@@ -8,9 +8,10 @@ from typing import Any
 
 from infermix.errors import OutOfMemory, UserError
 from infermix.roles.component import Component
-from infermix.roles.kv_space import KVUsage
+from infermix.roles.kv_space import BlockMoves, KVUsage
 from infermix.roles.request import FinishReason, Request, SamplingParams, Sequence
 from infermix.roles.scheduler import Plan, Scheduler
+from infermix.toolkit.host_blocks import HostBlocks
 
 
 @dataclass
@@ -22,6 +23,10 @@ class CountingSpace:
     recompute: bool = False
     fixed_rows: bool = False
     held: dict[int, int] = field(default_factory=dict)
+    num_host_blocks: int = 0
+
+    def __post_init__(self) -> None:
+        self.host = HostBlocks(self.num_host_blocks, self.block_size)
 
     def _blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -45,7 +50,15 @@ class CountingSpace:
         return [] if self.reserve(child_id, self.held[parent_id]) else None
 
     def release(self, seq_id: int) -> None:
-        self.held.pop(seq_id, None)
+        if self.held.pop(seq_id, None) is None:
+            self.host.release(seq_id)
+
+    def swap_out(self, seq_id: int, num_tokens: int) -> BlockMoves | None:
+        return self.host.swap_out(self, seq_id, num_tokens)
+
+    def swap_in(self, seq_id: int, num_tokens: int) -> BlockMoves | None:
+        assert seq_id not in self.held, f"sequence {seq_id} is on the device already"
+        return self.host.swap_in(self, seq_id, num_tokens)
 
     def block_table(self, seq_id: int, table: int = 0) -> Many[int]:
         return range(self._blocks(self.held[seq_id]))
@@ -76,7 +89,9 @@ def check_scheduler(component: Component, options: Any = None, *, max_num_seqs: 
     longest = max(prompt + output for prompt, output in lengths)
     for lag in (0, 1):
         for blocks in (-(-longest // 4), -(-longest // 4) + 3, 100):
-            run_to_end(build(), CountingSpace(blocks), lengths, max_num_seqs=max_num_seqs, lag=lag)
+            for host in (0, 3, 100):
+                space = CountingSpace(blocks, num_host_blocks=host)
+                run_to_end(build(), space, lengths, max_num_seqs=max_num_seqs, lag=lag)
         space = CountingSpace(100, recompute=True)
         run_to_end(build(), space, lengths, max_num_seqs=max_num_seqs, lag=lag)
     _check_oversized(build())
@@ -114,6 +129,7 @@ def run_to_end(
     assert not scheduler.num_waiting, "requests still wait after all have ended"
     assert not scheduler.num_running, "requests still run after all have ended"
     assert not space.usage().allocated_tokens, "KV is still held after all have ended"
+    assert not space.host.num_used, "host memory is still held after all have ended"
     return steps
 
 
@@ -166,8 +182,21 @@ class _Engine:
             assert seq.seq_id not in ids, f"{seq.request.request_id} is preempted and scheduled in one plan"
             assert seq.seq_id not in self.space.held, f"preempted {seq.request.request_id} still holds KV"
             assert seq.num_computed == 0, f"preempted {seq.request.request_id} still counts computed tokens"
+        self.check_swaps(plan, ids)
         usage = self.space.usage()
         assert usage.allocated_tokens <= usage.capacity_tokens, f"more KV than there is: {usage}"
+
+    def check_swaps(self, plan: Plan, ids: Many[int]) -> None:
+        """Every swap is booked and told, in one direction per sequence; who is on the host neither runs nor loses."""
+        moved = {(move.seq_id, move.to_host) for move in plan.moves}
+        told = {(seq.seq_id, True) for seq in plan.swapped_out} | {(seq.seq_id, False) for seq in plan.swapped_in}
+        assert moved == told, f"copies {sorted(moved)} were booked, {sorted(told)} are in the plan"
+        assert len(plan.moves) == len(told), "a sequence is moved twice in one plan"
+        for seq in plan.swapped_out:
+            name = seq.request.request_id
+            assert seq.seq_id not in ids, f"{name} is swapped out and scheduled in one plan"
+            assert seq.seq_id not in self.space.held, f"swapped-out {name} still holds KV"
+            assert seq.num_computed > 0, f"swapped-out {name} lost its computed tokens"
 
     def check_entry(self, seq: Sequence, num_new_tokens: int) -> None:
         name = seq.request.request_id

@@ -1,0 +1,118 @@
+"""Preemption by swapping: the same greedy tokens under any pressure, and a record that shows the traffic."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from infermix.errors import UserError
+from infermix.roles.request import Request, SamplingParams
+
+Build = Callable[..., Any]
+BYTES_PER_TOKEN = 2 * 2 * (16 + 16) * 4
+SWAP = ("continuous", {"preemption": "swap"})
+
+
+def requests(**sampling: Any) -> list[Request]:
+    rng = random.Random(0)
+    prompts = [tuple(rng.randrange(6, 96) for _ in range(length)) for length in (1, 7, 16, 17, 33, 5, 48)]
+    given = {"max_new_tokens": 12, "ignore_eos": True, **sampling}
+    return [
+        Request(request_id=str(i), prompt_ids=prompt, sampling=SamplingParams(**{**given, "seed": i}))
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+def generate(engine: Any, wanted: list[Request]) -> dict[str, list[int]]:
+    tokens: dict[str, list[int]] = {request.request_id: [] for request in wanted}
+    for request in wanted:
+        engine.submit(request)
+    for _ in range(2000):
+        if not engine.has_work:
+            return tokens
+        for event in engine.step():
+            tokens[event.request_id] += event.token_ids
+    raise AssertionError("the engine did not finish")
+
+
+def _pressed(build_engine: Build, kv: Any, tokens: int, **options: Any) -> Any:
+    parts = {"kv": kv, "scheduler": SWAP}
+    memory = {"kv_memory_bytes": BYTES_PER_TOKEN * tokens, "kv_swap_bytes": 10_000_000}
+    return build_engine(parts, **{**memory, **options})
+
+
+@pytest.fixture
+def roomy(build_engine: Build) -> dict[str, list[int]]:
+    engine = build_engine({"attention": "eager", "kv": "dense", "scheduler": ("static", {"batch_size": 1})})
+    return generate(engine, requests())
+
+
+@pytest.mark.parametrize("overlap", ["on", "off"])
+@pytest.mark.parametrize("block_size", [4, 16])
+def test_swapping_does_not_change_the_tokens(
+    build_engine: Build, roomy: dict[str, list[int]], block_size: int, overlap: str
+) -> None:
+    engine = _pressed(build_engine, ("paged", {"block_size": block_size}), 160, engine={"overlap": overlap})
+    for _ in range(2):
+        assert generate(engine, requests()) == roomy
+    counters = engine.report().counters
+    assert counters["swaps_out"] == counters["swaps_in"] == counters["preemptions"] > 0
+    assert counters["swap_out_bytes"] == counters["swap_in_bytes"] > 0
+    assert counters["swap_out_bytes"] % (block_size * BYTES_PER_TOKEN) == 0
+    assert counters["swap_stall_s"] > 0
+    assert engine.report().executed["engine"]["swap_host_bytes"] <= 10_000_000
+    prompts = sum(len(request.prompt_ids) + 11 for request in requests())
+    assert counters["computed_tokens"] == 2 * prompts, "swapped tokens were computed again"
+
+
+def test_sampled_tokens_survive_swapping(build_engine: Build) -> None:
+    wanted = requests(temperature=1.0, top_p=0.95, repetition_penalty=1.2)
+    engine = _pressed(build_engine, ("paged", {"block_size": 4}), 140)
+    assert generate(engine, wanted) == generate(build_engine(), wanted)
+    assert engine.report().counters["swaps_out"] > 0
+
+
+def test_a_small_host_swaps_what_fits_and_recomputes_the_rest(build_engine: Build) -> None:
+    wanted, kv = requests(max_new_tokens=30), ("paged", {"block_size": 4})
+    engine = _pressed(build_engine, kv, 90, kv_swap_bytes=BYTES_PER_TOKEN * 24, max_model_len=80)
+    assert generate(engine, wanted) == generate(build_engine(), wanted)
+    counters = engine.report().counters
+    assert counters["preemptions"] > counters["swaps_out"] > 0
+
+
+def test_reset_in_the_middle_leaves_nothing_behind(build_engine: Build, roomy: dict[str, list[int]]) -> None:
+    engine = _pressed(build_engine, ("paged", {"block_size": 4}), 140)
+    for request in requests():
+        engine.submit(request)
+    while not engine.report().counters["swaps_out"]:
+        engine.step()
+    engine.reset()
+    assert engine._space.usage().allocated_tokens == 0
+    assert engine._space._host.num_used == 0
+    assert engine.report().counters["swaps_out"] == 0
+    assert generate(engine, requests()) == roomy
+
+
+def test_unstated_host_memory_is_an_error(build_engine: Build) -> None:
+    with pytest.raises(UserError, match=r"limits\.kv_swap_bytes"):
+        build_engine({"scheduler": SWAP})
+
+
+def test_engines_that_recompute_have_no_host_memory(build_engine: Build) -> None:
+    engine = build_engine(kv_swap_bytes=10_000_000)
+    assert "swap_host_bytes" not in engine.report().executed["engine"]
+    assert "swap_out_bytes" not in engine.report().counters
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("kv", [("paged", {"block_size": 16}), "dense"])
+def test_swapping_beside_captured_steps(build_engine: Build, kv: Any) -> None:
+    wanted = requests()
+    expected = generate(build_engine({"kv": kv}, device="cuda"), wanted)
+    engine = _pressed(build_engine, kv, 160 if kv != "dense" else 400, device="cuda")
+    assert generate(engine, wanted) == expected
+    assert engine.report().counters["graph_steps"] > 0
