@@ -56,7 +56,7 @@ class VllmEngine:
             executed={"engine": facts.executed_facts(engine, api.version)},
             setup_s=setup_s,
             weight_bytes=facts.weight_bytes(engine),
-            kv_bytes=facts.kv_bytes(engine),
+            kv_bytes=facts.kv_bytes(engine) or None,
             kv_bytes_per_token=facts.kv_bytes_per_token(engine),
             graphs=facts.graph_facts(engine),
         )

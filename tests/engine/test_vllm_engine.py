@@ -469,14 +469,19 @@ def test_vllm_needs_a_gpu(vllm: ModuleType, tmp_path: Path) -> None:
 
 
 def test_vllm_is_predicted_to_take_its_share(vllm: ModuleType, tmp_path: Path) -> None:
-    share, limited, native = plans(
-        tmp_path,
-        "sweep: {include: [{engine: vllm}, {engine: vllm, limits.kv_memory_bytes: 1000000}, {engine: native}]}\n",
+    rows = (
+        "{engine: vllm}",
+        "{engine: vllm, limits.kv_memory_bytes: 1000000}",
+        "{engine: {use: vllm, quantization: fp8}}",
+        "{engine: native}",
     )
+    share, limited, small, native = plans(tmp_path, f"sweep: {{include: [{', '.join(rows)}]}}\n")
     assert share.memory is not None
     assert limited.memory is not None
     assert share.memory.total_bytes == pytest.approx(0.9 * GPU.memory_bytes, rel=1e-6)
     assert limited.memory.kv_bytes == 1_000_000
+    assert small.memory is not None
+    assert small.memory.weights_bytes < share.memory.weights_bytes
     assert not both_fit(share, native)
     assert both_fit(limited, native)
 
