@@ -26,11 +26,12 @@ from infermix.measure.drive import drive
 from infermix.plugins import load_catalogue
 from infermix.roles.component import Role
 from infermix.roles.engine import EngineContext, ScoreRequest
-from infermix.roles.facts import MachineFacts
+from infermix.roles.facts import MachineFacts, ResolvedSource
 from infermix.roles.request import FinishReason, Request, SamplingParams
 from infermix.spec.experiment import ModelSource
 from infermix.spec.load import load_experiment
 from infermix_vllm.plugin import VllmOptions
+from safetensors.torch import save_file
 
 VOCAB, EOS, POSITIONS = 40, 7, 64
 CONFIG = {
@@ -413,12 +414,28 @@ def test_models_become_directories(context: Callable[..., EngineContext], tmp_pa
     assert json.loads((changed.config_directory / "config.json").read_text())["rms_norm_eps"] == 0.5
 
 
+def test_a_gguf_is_read_from_its_conversion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from infermix_vllm import sources
+
+    monkeypatch.setattr(sources, "converted_gguf", lambda file, progress: tmp_path / f"converted-{file.name}")
+    source = ResolvedSource("package:small", "gguf", tmp_path, tmp_path / "small.gguf")
+    found = sources.model_files(source, lambda phase, fraction: None)
+    assert found == sources.ModelFiles(tmp_path / "converted-small.gguf", "auto")
+
+
 def write_checkpoint(folder: Path) -> None:
     """The tiny config with weights, and a generation config with an end of its own."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**CONFIG)).save_pretrained(folder)
+    folder.mkdir()
+    hidden, ffn, kv = 16, 32, 8
+    shapes = {"model.embed_tokens.weight": (VOCAB, hidden), "model.norm.weight": (hidden,)}
+    for layer in range(2):
+        at = f"model.layers.{layer}"
+        shapes |= {f"{at}.{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
+        shapes |= {f"{at}.self_attn.{name}_proj.weight": (hidden, hidden) for name in "qo"}
+        shapes |= {f"{at}.self_attn.{name}_proj.weight": (kv, hidden) for name in "kv"}
+        shapes |= {f"{at}.mlp.{name}_proj.weight": (ffn, hidden) for name in ("gate", "up")}
+        shapes[f"{at}.mlp.down_proj.weight"] = (hidden, ffn)
+    save_file({name: torch.zeros(shape) for name, shape in shapes.items()}, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(CONFIG))
     (folder / "generation_config.json").write_text('{"eos_token_id": [9]}')
 
