@@ -8,7 +8,7 @@ receives and returns:
 | `infermix_attention` | `None` | `roles.attention.AttentionBackend` |
 | `infermix_kv` | `None` | `roles.kv_space.KVLayout` (torch only inside `store`) |
 | `infermix_quantizer` | `None` | `roles.quantizer.Quantizer` |
-| `infermix_decoder` | `None` | `roles.decoder.Decoder` |
+| `infermix_decoder` | `roles.decoder.DecoderContext` | `roles.decoder.Decoder` |
 | `infermix_scheduler` | `max_num_seqs` (int) | `roles.scheduler.Scheduler` |
 | `infermix_transform` | `None` | `roles.transform.ModelTransform` |
 | `infermix_engine` | `roles.engine.EngineContext` | `roles.engine.Engine` |

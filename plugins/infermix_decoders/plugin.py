@@ -2,10 +2,98 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
 from infermix.hookspecs import hookimpl
-from infermix.roles.component import Component
+from infermix.roles.component import Component, Features, Options, Role
+from msgspec import Meta
+
+if TYPE_CHECKING:
+    from infermix.roles.decoder import DecoderContext
+    from infermix.roles.facts import MachineFacts, ModelFacts
+
+
+class PromptLookupOptions(Options, frozen=True):
+    num_draft_tokens: Annotated[
+        int, Meta(ge=1, le=63, description="most tokens proposed per step", extra={"unit": "tokens"})
+    ] = 8
+    min_match_tokens: Annotated[
+        int,
+        Meta(ge=1, description="shortest repeated text whose continuation is proposed", extra={"unit": "tokens"}),
+    ] = 2
+
+
+class SpeculativeOptions(Options, frozen=True):
+    draft: Annotated[
+        str,
+        Meta(
+            min_length=1,
+            description="draft model (package:NAME, shape:NAME, directory, GGUF file or Hugging Face id), or `target`: "
+            "another copy of the target's own checkpoint, which draft_quantizer makes smaller",
+        ),
+    ]
+    draft_quantizer: Annotated[
+        str | None, Meta(description="quantizer of the draft model: a smaller copy of the target as its draft")
+    ] = None
+    draft_quantizer_options: Annotated[dict[str, Any], Meta(description="options of that quantizer")] = {}
+    num_draft_tokens: Annotated[
+        int, Meta(ge=1, le=15, description="tokens drafted per step", extra={"unit": "tokens"})
+    ] = 4
+    adaptive: Annotated[
+        bool,
+        Meta(description="draft between 1 and num_draft_tokens, as many as the measured acceptance makes worthwhile"),
+    ] = False
+    acceptance: Annotated[
+        Literal["rejection", "coupled"],
+        Meta(
+            description="for sampled requests. rejection: most drafts stay, the target's distribution; coupled: "
+            "draft and target share their noise, the very tokens of plain decoding"
+        ),
+    ] = "rejection"
+
+
+def _needs_truncate(options: Any, model: ModelFacts, machine: MachineFacts) -> Features:
+    return frozenset({"kv:truncate"})
+
+
+def _build_prompt_lookup(options: PromptLookupOptions, context: DecoderContext) -> Any:
+    from infermix.toolkit.verification import VerifyingDecoder
+
+    from infermix_decoders.prompt_lookup import PromptLookup
+
+    return VerifyingDecoder(
+        PromptLookup(options.min_match_tokens),
+        options.num_draft_tokens,
+        context.max_model_len,
+        uniform=context.device.startswith("cuda"),
+    )
+
+
+def _build_speculative(options: SpeculativeOptions, context: DecoderContext) -> Any:
+    from infermix_decoders.build_speculative import build_speculative
+
+    return build_speculative(options, context)
 
 
 @hookimpl
 def infermix_decoder() -> list[Component]:
-    return []
+    return [
+        Component(
+            name="prompt_lookup",
+            role=Role.DECODER,
+            summary="drafts what followed the same text before, verified in one forward",
+            build=_build_prompt_lookup,
+            options=PromptLookupOptions,
+            requires=("torch",),
+            needs=_needs_truncate,
+        ),
+        Component(
+            name="speculative",
+            role=Role.DECODER,
+            summary="a draft model proposes, the target verifies in one forward",
+            build=_build_speculative,
+            options=SpeculativeOptions,
+            requires=("torch",),
+            needs=_needs_truncate,
+        ),
+    ]

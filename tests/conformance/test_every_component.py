@@ -23,6 +23,8 @@ VARIANTS: dict[tuple[Role, str], list[dict[str, Any]]] = {
         for symmetric in (True, False)
     ],
     (Role.TRANSFORM, "compile"): [{"backend": "eager"}, {"backend": "aot_eager"}],
+    (Role.DECODER, "prompt_lookup"): [{"num_draft_tokens": 1}, {"min_match_tokens": 1}],
+    (Role.DECODER, "speculative"): [{"draft": "target"}, {"draft": "target", "adaptive": True}],
     (Role.SCHEDULER, "static"): [{"batch_size": 1}, {"batch_size": 3}],
     (Role.SCHEDULER, "continuous"): [
         {"max_num_seqs": 2},
@@ -39,7 +41,8 @@ def _cases(role: Role) -> list[Any]:
     cases = []
     for registered in CATALOGUE.all(role):
         name = registered.component.name
-        for given in [{}, *VARIANTS.get((role, name), [])]:
+        required = any(field.required for field in msgspec.structs.fields(registered.component.options))
+        for given in [*([] if required else [{}]), *VARIANTS.get((role, name), [])]:
             label = ",".join(f"{key}={value}" for key, value in given.items())
             cases.append(pytest.param(registered, given, id=f"{name}[{label}]" if given else name))
     return cases

@@ -188,6 +188,7 @@ class CellSession:
             kv_swap_bytes=limits.kv_swap_bytes,
             base=self._base,
             transforms=plan.transforms,
+            find=self._catalogue.find,
             **fraction,
         )
         engine: Engine = plan.engine.component.build(plan.engine.options, context)

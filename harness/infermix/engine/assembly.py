@@ -18,11 +18,13 @@ from infermix.engine.loader import LoadedModel, load_model, load_tokenizer
 from infermix.engine.native import NativeEngine
 from infermix.engine.offload import make_swapper, swaps, with_swap_space
 from infermix.engine.runner import ModelRunner
+from infermix.engine.second import second_models
 from infermix.engine.self_check import Reference, collect_reference, self_check
 from infermix.engine.transforms import Transforms
 from infermix.engine.warm import warm_up
 from infermix.errors import OutOfMemory
 from infermix.roles.component import Choice, Role
+from infermix.roles.decoder import DecoderContext
 from infermix.roles.engine import EngineContext, EngineReport
 from infermix.roles.kv_space import KVBudget, KVShape
 from infermix.roles.quantizer import QuantizationReport, QuantizerContext
@@ -83,7 +85,8 @@ def assemble(options: NativeOptions, context: EngineContext) -> NativeEngine:
         loaded, tokenizer = _load(build)
     joint = _change_model(build, loaded)
     attention, layout = build.part(Role.ATTENTION), build.part(Role.KV)
-    decoder = build.part(Role.DECODER)
+    with build.phase("decoder"):
+        decoder = build.part(Role.DECODER, _decoder_context(build, loaded, tokenizer))
     with build.phase("allocate"):
         shape = _size_kv(build, layout, joint)
         space, store = layout.space(shape), layout.store(shape, build.device, build.dtype)
@@ -113,11 +116,24 @@ def assemble(options: NativeOptions, context: EngineContext) -> NativeEngine:
     return NativeEngine(
         context=context, report=build.report, tokenizer=tokenizer, eos_token_ids=loaded.eos_token_ids, joint=joint,
         runner=runner, sampler=sampler, space=space, store=store, shape=shape, scheduler=scheduler, decoder=decoder,
-        lanes=Lanes(build.max_num_seqs), lag=_lag(build), swapper=swapper,
+        lanes=Lanes(build.max_num_seqs), lag=_lag(build, decoder), swapper=swapper,
     )  # fmt: skip
 
 
-def _lag(build: Assembly) -> int:
+def _decoder_context(build: Assembly, loaded: LoadedModel, tokenizer: Any) -> DecoderContext:
+    context = build.context
+    return DecoderContext(
+        facts=context.facts, device=str(build.device), dtype=context.dtype, max_num_seqs=build.max_num_seqs,
+        max_model_len=context.max_model_len, seed=context.seed, model=loaded.model, tokenizer=tokenizer,
+        eos_token_ids=loaded.eos_token_ids, base=context.base, progress=context.progress,
+        second=second_models(build, capture=_why_not_captured(build, recompute=False) is None),
+    )  # fmt: skip
+
+
+def _lag(build: Assembly, decoder: Any) -> int:
+    """Steps that the host stays behind; none where the decoder needs the tokens before it launches."""
+    if getattr(decoder, "reads_tokens", False):
+        return 0
     overlap = build.options.overlap
     return int(overlap == "on" or (overlap == "auto" and build.device.type == "cuda"))
 

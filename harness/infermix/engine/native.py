@@ -100,6 +100,7 @@ class NativeEngine:
         self._report.counters = {
             **self._counters,
             **(self._swapper.counters() if self._swapper else {}),
+            **self._decoder_counters(),
             "eager_steps": float(self._runner.num_eager_steps),
             "graph_steps": float(self._runner.num_graph_steps),
             "graph_captures": float(len(self._runner.graphs.keys) if self._runner.graphs else 0),
@@ -115,6 +116,8 @@ class NativeEngine:
         self._sampler.reset()
         if self._swapper is not None:
             self._swapper.reset()
+        if hasattr(self._decoder, "reset"):
+            self._decoder.reset()
         self._runner.num_eager_steps = self._runner.num_graph_steps = 0
         self._counters = dict.fromkeys(
             (
@@ -127,6 +130,10 @@ class NativeEngine:
             ),
             0.0,
         )
+
+    def _decoder_counters(self) -> dict[str, float]:
+        counters = getattr(self._decoder, "counters", None)
+        return counters() if counters is not None else {}
 
     def close(self) -> None:
         self.reset()
@@ -207,6 +214,10 @@ class NativeEngine:
             if reason is not None:
                 self._retire(sequence, reason)
                 break
+        if emission.num_drafts and sequence.finish_reason is None:
+            # The launch counted the sequence's own tokens; of the drafts behind them only the accepted ones stay.
+            sequence.num_computed += len(kept) - 1
+            self._space.truncate(sequence.seq_id, sequence.num_computed)
         return TokenEvent(sequence.request.request_id, tuple(kept), now, sequence.finish_reason)
 
     def _finish_reason(self, sequence: Sequence, token: int) -> FinishReason | None:
@@ -239,6 +250,8 @@ class NativeEngine:
         del self._live[sequence.seq_id]
 
     def _forget_device_state(self, sequence: Sequence) -> None:
+        if hasattr(self._decoder, "forget"):
+            self._decoder.forget(sequence)
         if sequence.lane >= 0:
             self._sampler.forget(sequence.lane)
         self._lanes.release(sequence)

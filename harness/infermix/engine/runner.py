@@ -43,6 +43,9 @@ class ModelRunner:
         self.num_graph_steps += 1
         return self._replay(step, rows, want)
 
+    def reserve(self, sequence: SequenceState, num_tokens: int) -> bool:
+        return self._space.reserve(sequence.seq_id, num_tokens)
+
     def _rows(self, entries: Sequence[Scheduled]) -> list[Scheduled | None]:
         """Entries in batch order; a layout with fixed rows puts each sequence at its row and leaves holes."""
         if not self._space.fixed_rows:
@@ -65,10 +68,12 @@ class ModelRunner:
         step.buffers.fill(rows, self._space)
         step.graph.replay()
         kept, sequences = _kept_rows(rows, step.buffers.query_len, want)
+        positions = _positions([entry for entry in rows if entry is not None], want)
         if kept == list(range(len(kept))):
-            return Forward(step.logits[: len(kept)], sequences, step.token_lanes[: len(kept)])
+            return Forward(step.logits[: len(kept)], sequences, step.token_lanes[: len(kept)], positions)
         index = _to_device(kept, step.logits.device)
-        return Forward(step.logits.index_select(0, index), sequences, step.token_lanes.index_select(0, index))
+        lanes = step.token_lanes.index_select(0, index)
+        return Forward(step.logits.index_select(0, index), sequences, lanes, positions)
 
     def _eager(self, entries: Sequence[Scheduled], want: Want) -> Forward:
         device = self._next_ids.device
@@ -79,7 +84,8 @@ class ModelRunner:
             batch.host_rows = tuple(self._space.block_table(entry.seq_id)[0] for entry in packed)
         self._feed_sampled(batch, entries)
         logits = self._joint.forward(batch)
-        return Forward(logits, sequences, _to_device([seq.lane for seq in sequences], device))
+        lanes = _to_device([seq.lane for seq in sequences], device)
+        return Forward(logits, sequences, lanes, _positions(entries, want))
 
     def _start(self, entry: Scheduled) -> int:
         return 0 if self._space.recompute else entry.sequence.num_computed
@@ -135,8 +141,17 @@ def _wanted_offsets(entry: Scheduled, want: Want) -> Sequence[int]:
     """Which of an entry's new tokens get a logits row."""
     if want.all_logits:
         return range(entry.num_new_tokens)
+    if entry.num_own_tokens != entry.sequence.num_uncomputed:
+        return ()
     last = entry.num_new_tokens - 1
-    return (last,) if entry.num_own_tokens == entry.sequence.num_uncomputed else ()
+    return range(entry.num_own_tokens - 1, entry.num_new_tokens) if want.draft_logits else (last,)
+
+
+def _positions(entries: Sequence[Scheduled], want: Want) -> list[int] | None:
+    """Position of the token that each row predicts; `None` where it is the sequence's next."""
+    if not (want.all_logits or want.draft_logits):
+        return None
+    return [entry.sequence.num_computed + offset + 1 for entry in entries for offset in _wanted_offsets(entry, want)]
 
 
 def _to_device(values: Sequence[int], device: torch.device) -> Tensor:

@@ -6,25 +6,40 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
     from torch import Tensor
 
+    from infermix.roles.engine import Tokenizer
+    from infermix.roles.facts import ModelFacts
     from infermix.roles.request import Sequence
     from infermix.roles.scheduler import Plan
 
 
 @dataclass(frozen=True, slots=True)
 class Emission:
-    """Tokens that one sequence gained in one step, in order."""
+    """Tokens that one sequence gained in one step, in order.
+
+    `num_drafts` are the draft tokens that the step put into the KV behind the sequence's own: the first
+    `len(token_ids) - 1` of them were accepted, the engine cuts the rest away.
+    """
 
     sequence: Sequence
     token_ids: tuple[int, ...]
+    num_drafts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """What a forward returns beside the last-row logits: `all_logits` rows, hidden states of some layers, scores."""
+    """What a forward returns beside the last-row logits: more rows, hidden states of some layers, scores.
+
+    `all_logits`: one row per new token. `draft_logits`: of a sequence whose last own token is processed by the step,
+    that token's row and one per draft behind it.
+    """
 
     all_logits: bool = False
+    draft_logits: bool = False
     hidden_layers: tuple[int, ...] = ()
     attention_scores: bool = False
 
@@ -33,12 +48,14 @@ class Want:
 class Forward:
     """`logits [R, V]` on the device. Row i belongs to `sequences[i]`, whose lane is `lanes[i]` (int64, device).
 
-    With `all_logits` a sequence has one row per new token, in order.
+    With `all_logits` or `draft_logits` a sequence has several rows, one per token in order; `positions[i]` is then
+    the position of the token that row i predicts (otherwise it is the sequence's next one).
     """
 
     logits: Tensor
     sequences: list[Sequence]
     lanes: Tensor
+    positions: list[int] | None = None
     hidden: dict[int, Tensor] | None = None
 
 
@@ -47,6 +64,13 @@ class Runner(Protocol):
 
     def forward(self, plan: Plan, want: Want = Want()) -> Forward:
         """Rows come back only for sequences whose last known token is processed by this step."""
+        ...
+
+    def reserve(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Room in the KV for `num_tokens` tokens in all, drafts included; `False` (and no change) if there is none.
+
+        The engine takes back what a step did not keep.
+        """
         ...
 
 
@@ -58,11 +82,55 @@ class Sampler(Protocol):
         """
         ...
 
+    def sample_rows(self, forward: Forward, drafts: list[tuple[int, ...]]) -> Tensor:
+        """Token ids `[R]` of a forward with several rows per sequence, each drawn as if the rows before it held.
+
+        `drafts[i]` are the tokens between the sequence's own and row i's prediction; they count for penalties. The
+        draws are those that `sample` would make one step at a time. Nothing is kept as next input: the decoder
+        decides what was accepted and calls `accept`.
+        """
+        ...
+
+    def probabilities(self, forward: Forward, drafts: list[tuple[int, ...]]) -> Tensor:
+        """The distribution `[R, V]` (fp64, normalised) that each row is drawn from; one-hot for greedy requests."""
+        ...
+
+    def accept(self, sequence: Sequence, token_ids: tuple[int, ...]) -> None:
+        """Tell penalties which tokens of a verification step stay."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderContext:
+    """What a decoder is built from.
+
+    `model` is the target as the joint drives it (for heads and embeddings), `eos_token_ids` end a request, `base` is
+    the folder that relative paths start from, `second(source, options)` loads another model beside the target.
+    """
+
+    facts: ModelFacts
+    device: str
+    dtype: str
+    max_num_seqs: int
+    max_model_len: int
+    seed: int = 0
+    model: Any = None
+    tokenizer: Tokenizer | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    base: Path | None = None
+    progress: Callable[[str, float], None] = lambda phase, fraction: None
+    second: Callable[..., Any] | None = None
+
 
 class Decoder(Protocol):
-    """May say `query_lens: tuple[int, ...]`, the uniform query lengths of its steps that are worth a captured graph.
+    """Optional attributes, each with what holds without it:
 
-    Without it, `(1,)`: one token per sequence. A verification row of n drafts has query length n + 1.
+    - `query_lens: tuple[int, ...]`, the uniform query lengths of its steps that are worth a captured graph; `(1,)`. A
+      verification row of n drafts has query length n + 1.
+    - `reads_tokens: bool`, whether the next launch depends on tokens of the last step (drafts from the text do): the
+      engine then collects a step before it launches the next; `False`.
+    - `counters() -> dict[str, float]`, cumulative figures for the record; and `reset()`, all requests are dropped.
+    - `forget(sequence)`, the sequence ended or lost its KV.
     """
 
     def launch(self, plan: Plan, runner: Runner, sampler: Sampler) -> Any:

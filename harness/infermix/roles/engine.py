@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from infermix.roles.component import Choice, Role
+    from infermix.roles.component import Choice, Registered, Role
     from infermix.roles.facts import MachineFacts, ModelFacts, ResolvedSource
     from infermix.roles.request import Request, TokenEvent
 
@@ -23,6 +23,8 @@ class EngineContext:
     the evaluators will ask for, `base` is the folder that relative paths start from, `transforms` are those that the
     experiment asks for, in order (empty for an engine that does not host `Role.TRANSFORM`). `kv_swap_bytes` is the
     host memory for swapped-out sequences.
+    experiment asks for, in order (empty for an engine that does not host `Role.TRANSFORM`), `find` looks up
+    components that a part names in its options.
     """
 
     source: ResolvedSource
@@ -40,6 +42,7 @@ class EngineContext:
     kv_swap_bytes: int | None = None
     base: Path | None = None
     transforms: tuple[Choice, ...] = ()
+    find: Callable[[Role, str], Registered] | None = None
 
 
 @dataclass(kw_only=True)

@@ -7,22 +7,25 @@ temperature, top-k, top-p over what top-k left, min-p relative to the most likel
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch import Tensor
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from infermix.roles.decoder import Forward
     from infermix.roles.request import SamplingParams, Sequence
 
 _MASK = (1 << 64) - 1
 
 
-def uniform(seed: int, position: int) -> float:
-    """A number in (0, 1) from (seed, position): two rounds of the SplitMix64 finalizer (Steele et al., 2014)."""
+def uniform(seed: int, position: int, stream: int = 0) -> float:
+    """A number in (0, 1) from (seed, position): two rounds of the SplitMix64 finalizer (Steele et al., 2014).
+
+    `stream` 0 chooses tokens; other streams are independent of it, for what else a decoder draws at a position.
+    """
     state = ((seed * 0x9E3779B97F4A7C15) ^ ((position + 1) * 0xD1342543DE82EF95)) & _MASK
+    state ^= (stream * 0xA0761D6478BD642F) & _MASK
     for _ in range(2):
         state = (state + 0x9E3779B97F4A7C15) & _MASK
         state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
@@ -75,47 +78,53 @@ class TokenSampler:
 
     def sample(self, forward: Forward) -> Tensor:
         sequences = forward.sequences
-        logits = self._withhold_stops(forward.logits, sequences)
-        penalised = any(seq.request.sampling.repetition_penalty != 1.0 for seq in sequences)
-        if penalised:
-            logits = self._penalise(logits.float(), forward)
-        if all(seq.request.sampling.temperature == 0 for seq in sequences):
-            ids = logits.argmax(-1)
-        else:
-            ids = self._draw(logits, sequences)
+        ids = self._choose(self._adjusted(forward), sequences, _next_positions(sequences))
         self.next_ids.index_copy_(0, forward.lanes, ids)
-        if penalised and self._seen is not None:
+        if self._seen is not None and _penalised(sequences):
             self._seen[forward.lanes, ids] = True
         return ids
+
+    def sample_rows(self, forward: Forward, drafts: list[tuple[int, ...]]) -> Tensor:
+        """Ids `[R]` of several rows per sequence; `drafts[i]` stand between what the sequence knows and row i."""
+        return self._choose(self._adjusted(forward, drafts), forward.sequences, _positions(forward))
+
+    def probabilities(self, forward: Forward, drafts: list[tuple[int, ...]]) -> Tensor:
+        """The distribution `[R, V]` (fp64, normalised) of every row; one-hot where the request is greedy."""
+        logits = self._adjusted(forward, drafts)
+        table = _parameters(forward.sequences, _positions(forward), logits.device)
+        kept = _filtered(logits, forward.sequences, table)
+        greedy = torch.zeros_like(kept).scatter_(1, logits.argmax(-1, keepdim=True), 1.0)
+        return torch.where(table.greedy > 0, greedy, kept / kept.sum(-1, keepdim=True))
+
+    def accept(self, sequence: Sequence, token_ids: tuple[int, ...]) -> None:
+        """Tokens of a verification step that stay; penalties of later steps see them."""
+        if self._seen is not None and self._seen_owner.get(sequence.lane) == sequence.seq_id:
+            self._seen[sequence.lane, torch.tensor(token_ids, device=self._seen.device)] = True
 
     def reset(self) -> None:
         self._seen_owner.clear()
 
-    def _draw(self, logits: Tensor, sequences: list[Sequence]) -> Tensor:
-        params = [seq.request.sampling for seq in sequences]
-        noise = [uniform(p.seed, seq.num_tokens) for p, seq in zip(params, sequences, strict=True)]
-        table = torch.tensor(
-            [
-                [p.temperature or 1.0, p.top_k, p.top_p, p.min_p, u, p.temperature == 0]
-                for p, u in zip(params, noise, strict=True)
-            ],
-            dtype=torch.float64,
-        ).to(logits.device, non_blocking=True)
-        temperature, top_k, top_p, min_p, draws, greedy = table.split(1, dim=1)
-        # From the largest down: a tiny temperature then leaves it alone instead of overflowing to NaN.
-        scaled = (logits.float() - logits.amax(-1, keepdim=True).float()) / temperature.float()
-        if any(_filters(p) for p in params):
-            probabilities = filter_probabilities(scaled, top_k.long(), top_p, min_p)
-        else:
-            probabilities = torch.softmax(scaled, dim=-1, dtype=torch.float64)
-        return torch.where(greedy.squeeze(1) > 0, logits.argmax(-1), draw(probabilities, draws))
+    def _choose(self, logits: Tensor, sequences: list[Sequence], positions: list[int]) -> Tensor:
+        if all(seq.request.sampling.temperature == 0 for seq in sequences):
+            return logits.argmax(-1)
+        table = _parameters(sequences, positions, logits.device)
+        return torch.where(
+            table.greedy.squeeze(1) > 0, logits.argmax(-1), draw(_filtered(logits, sequences, table), table.noise)
+        )
 
-    def _withhold_stops(self, logits: Tensor, sequences: list[Sequence]) -> Tensor:
+    def _adjusted(self, forward: Forward, drafts: list[tuple[int, ...]] | None = None) -> Tensor:
+        """Logits without the stop tokens that may not come yet, and with penalties."""
+        logits = self._withhold_stops(forward.logits, forward.sequences, _positions(forward))
+        if not _penalised(forward.sequences):
+            return logits
+        return self._penalise(logits.float(), forward, drafts)
+
+    def _withhold_stops(self, logits: Tensor, sequences: list[Sequence], positions: list[int]) -> Tensor:
         """Before `min_new_tokens` no stop token can be chosen."""
         early = [
             (row, stops)
-            for row, seq in enumerate(sequences)
-            if seq.num_output_tokens < seq.request.sampling.min_new_tokens
+            for row, (seq, position) in enumerate(zip(sequences, positions, strict=True))
+            if position - seq.num_prompt_tokens < seq.request.sampling.min_new_tokens
             and (stops := stop_tokens(seq.request.sampling, self._eos_token_ids))
         ]
         if not early:
@@ -125,7 +134,7 @@ class TokenSampler:
             logits[row, list(stops)] = float("-inf")
         return logits
 
-    def _penalise(self, logits: Tensor, forward: Forward) -> Tensor:
+    def _penalise(self, logits: Tensor, forward: Forward, drafts: list[tuple[int, ...]] | None) -> Tensor:
         if self._seen is None:
             shape = (self.next_ids.shape[0], self._vocab_size)
             self._seen = torch.zeros(shape, dtype=torch.bool, device=logits.device)
@@ -134,7 +143,12 @@ class TokenSampler:
                 self._mark_tokens(seq)
         penalties = [seq.request.sampling.repetition_penalty for seq in forward.sequences]
         penalty = torch.tensor(penalties, dtype=torch.float32).to(logits.device, non_blocking=True)
-        return penalise_repetition(logits, self._seen[forward.lanes], penalty[:, None])
+        seen = self._seen[forward.lanes]
+        marks = [(row, token) for row, tokens in enumerate(drafts or ()) for token in tokens]
+        if marks:
+            rows, tokens = torch.tensor(marks, device=seen.device).T
+            seen[rows, tokens] = True
+        return penalise_repetition(logits, seen, penalty[:, None])
 
     def _mark_tokens(self, seq: Sequence) -> None:
         assert self._seen is not None
@@ -145,6 +159,48 @@ class TokenSampler:
     def forget(self, lane: int) -> None:
         """A lane changed hands; its penalty history is rebuilt when next needed."""
         self._seen_owner.pop(lane, None)
+
+
+class _Parameters(NamedTuple):
+    """One column `[R, 1]` per sampling parameter, on the device, in fp64."""
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    noise: Tensor
+    greedy: Tensor
+
+
+def _parameters(sequences: list[Sequence], positions: list[int], device: torch.device) -> _Parameters:
+    params = [seq.request.sampling for seq in sequences]
+    rows = [
+        [p.temperature or 1.0, p.top_k, p.top_p, p.min_p, uniform(p.seed, position), p.temperature == 0]
+        for p, position in zip(params, positions, strict=True)
+    ]
+    table = torch.tensor(rows, dtype=torch.float64).to(device, non_blocking=True)
+    return _Parameters(*table.split(1, dim=1))
+
+
+def _filtered(logits: Tensor, sequences: list[Sequence], table: _Parameters) -> Tensor:
+    """Probabilities `[R, V]` in fp64 after temperature and filters, not renormalised."""
+    # From the largest down: a tiny temperature then leaves it alone instead of overflowing to NaN.
+    scaled = (logits.float() - logits.amax(-1, keepdim=True).float()) / table.temperature.float()
+    if any(_filters(seq.request.sampling) for seq in sequences):
+        return filter_probabilities(scaled, table.top_k.long(), table.top_p, table.min_p)
+    return torch.softmax(scaled, dim=-1, dtype=torch.float64)
+
+
+def _next_positions(sequences: list[Sequence]) -> list[int]:
+    return [seq.num_tokens for seq in sequences]
+
+
+def _positions(forward: Forward) -> list[int]:
+    return _next_positions(forward.sequences) if forward.positions is None else forward.positions
+
+
+def _penalised(sequences: list[Sequence]) -> bool:
+    return any(seq.request.sampling.repetition_penalty != 1.0 for seq in sequences)
 
 
 def stop_tokens(sampling: SamplingParams, eos_token_ids: tuple[int, ...]) -> frozenset[int]:

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from infermix.roles.component import Component
-from infermix.roles.decoder import Decoder, Forward, Want
+from infermix.roles.decoder import Decoder, DecoderContext, Forward, Want
 from infermix.roles.request import Sequence
 from infermix.roles.scheduler import Plan, Scheduled
+from infermix.toolkit.conformance.component import example_model
 from infermix.toolkit.conformance.scheduler import make_sequence
 
 VOCABULARY = 31
@@ -27,21 +28,93 @@ class _ToyRunner:
         rows: list[list[int]] = []
         sequences: list[Sequence] = []
         for entry in plan.entries:
-            seq, new = entry.sequence, entry.num_new_tokens
-            ends = range(seq.num_computed + 1, seq.num_computed + new + 1)
-            if not want.all_logits:
-                ends = ends[-1:] if new == seq.num_uncomputed else range(0)
-            rows += [seq.tokens[:end] for end in ends]
-            sequences += [seq] * len(ends)
+            texts = _texts(entry, want)
+            rows += texts
+            sequences += [entry.sequence] * len(texts)
         logits = torch.zeros(len(rows), VOCABULARY)
         for row, tokens in enumerate(rows):
             logits[row, next_token(tokens)] = 1.0
-        return Forward(logits, sequences, torch.tensor([seq.lane for seq in sequences], dtype=torch.int64))
+        lanes = torch.tensor([seq.lane for seq in sequences], dtype=torch.int64)
+        return Forward(logits, sequences, lanes, [len(tokens) for tokens in rows])
+
+    def reserve(self, sequence: Sequence, num_tokens: int) -> bool:
+        return True
+
+
+def _texts(entry: Scheduled, want: Want) -> list[list[int]]:
+    """What stands before every wanted row of an entry."""
+    seq = entry.sequence
+    known = [*seq.tokens[: seq.num_computed + entry.num_own_tokens], *entry.draft_ids]
+    ends = range(seq.num_computed + 1, len(known) + 1)
+    if want.all_logits:
+        return [known[:end] for end in ends]
+    if entry.num_own_tokens != seq.num_uncomputed:
+        return []
+    first = entry.num_own_tokens - 1 if want.draft_logits else entry.num_new_tokens - 1
+    return [known[:end] for end in ends[first:]]
 
 
 class _ToySampler:
+    """Greedy."""
+
     def sample(self, forward: Forward) -> Tensor:
         return forward.logits.argmax(-1)
+
+    def sample_rows(self, forward: Forward, drafts: list[tuple[int, ...]]) -> Tensor:
+        assert len(drafts) == len(forward.logits), f"drafts for {len(drafts)} of {len(forward.logits)} rows"
+        return forward.logits.argmax(-1)
+
+    def probabilities(self, forward: Forward, drafts: list[tuple[int, ...]]) -> Tensor:
+        return forward.logits.double()
+
+    def accept(self, sequence: Sequence, token_ids: tuple[int, ...]) -> None:
+        """Nothing is penalised."""
+
+
+class _ToySecond:
+    """A second model that agrees with the first on most tokens; tokens in flight live here, as on a device."""
+
+    tokenizer = None
+    weight_bytes = 1
+
+    def __init__(self) -> None:
+        self.facts = example_model()
+        self.runner = self.sampler = self.space = self
+        self._in_flight: dict[int, list[int]] = {}
+
+    def forward(self, plan: Plan, want: Want = Want()) -> Forward:
+        sequences = [entry.sequence for entry in plan.entries]
+        logits = torch.zeros(len(sequences), VOCABULARY)
+        for row, seq in enumerate(sequences):
+            sampled = self._in_flight.get(seq.seq_id, []) if seq.num_inflight else []
+            token = next_token([*seq.tokens, *sampled[-seq.num_inflight :]])
+            logits[row, token if token % 5 else 1] = 1.0
+        return Forward(logits, sequences, torch.tensor([seq.lane for seq in sequences]))
+
+    def sample(self, forward: Forward) -> Tensor:
+        ids = forward.logits.argmax(-1)
+        for seq, token in zip(forward.sequences, ids.tolist(), strict=True):
+            self._in_flight.setdefault(seq.seq_id, []).append(token)
+        return ids
+
+    def reserve(self, seq_id: int, num_tokens: int) -> bool:
+        return True
+
+    def truncate(self, seq_id: int, num_tokens: int) -> None:
+        """Nothing is stored."""
+
+    def release(self, seq_id: int) -> None:
+        """Nothing is stored."""
+
+    def forget(self, lane: int) -> None:
+        """Nothing is stored."""
+
+
+def _context() -> DecoderContext:
+    return DecoderContext(
+        facts=example_model(), device="cpu", dtype="float32", max_num_seqs=4, max_model_len=4096, seed=0,
+        second=lambda *given, **named: _ToySecond(),
+    )  # fmt: skip
 
 
 def check_decoder(component: Component, options: Any = None, *, num_steps: int = 12) -> None:
@@ -51,7 +124,7 @@ def check_decoder(component: Component, options: Any = None, *, num_steps: int =
     complete prompt at least one token a step.
     """
     options = component.options() if options is None else options
-    decoder: Decoder = component.build(options, None)
+    decoder: Decoder = component.build(options, _context())
     sequences = [make_sequence(index, prompt, 100) for index, prompt in enumerate((1, 4, 9))]
     for lane, seq in enumerate(sequences):
         seq.tokens[:] = [(5 * position + lane) % VOCABULARY for position in range(len(seq.tokens))]

@@ -1,0 +1,128 @@
+"""Another model beside the target (a draft): KV, runner and sampler of its own around the same kinds of parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from infermix.cost.kv import kv_bytes_per_token, kv_groups
+from infermix.cost.model_facts import read_model_facts
+from infermix.cost.source import resolve_source
+from infermix.engine.bridge import Joint
+from infermix.engine.graphs import StepGraphs
+from infermix.engine.loader import load_model, load_tokenizer
+from infermix.engine.runner import ModelRunner
+from infermix.engine.self_check import collect_reference, self_check
+from infermix.errors import Unsupported, UserError
+from infermix.roles.component import Role
+from infermix.roles.kv_space import KVBudget
+from infermix.roles.quantizer import QuantizerContext
+from infermix.spec.experiment import ModelSource
+from infermix.toolkit.sampling import TokenSampler
+
+if TYPE_CHECKING:
+    from infermix.engine.assembly import Assembly
+    from infermix.roles.engine import Tokenizer
+    from infermix.roles.facts import ModelFacts, ResolvedSource
+
+#: Share of the KV memory that a second model may take, at most.
+_MOST_OF_KV = 0.25
+
+
+class SecondModel:
+    """A model whose sequences sit in the target's lanes. Query lengths 1 and 2 are captured where graphs are on."""
+
+    def __init__(
+        self, build: Assembly, model: Any, facts: ModelFacts, capture: bool, tokenizer: Tokenizer | None = None
+    ) -> None:
+        self.facts, self.tokenizer = facts, tokenizer
+        self.weight_bytes = facts.weight_bytes
+        with torch.inference_mode():
+            joint = Joint(model, kv_groups(facts))
+            joint.detach()
+            reference = collect_reference(model, joint, seed=build.context.seed, of="the second model as loaded")
+        attention, layout = build.part(Role.ATTENTION), build.part(Role.KV)
+        shape = layout.shape(joint.groups, self._budget(build, facts))
+        self.space, store = layout.space(shape), layout.store(shape, build.device, build.dtype)
+        with torch.inference_mode():
+            self.self_check = self_check(
+                model, joint, attention, layout, device=build.device, dtype=build.dtype, reference=reference,
+                exact=build.lossless(Role.ATTENTION) and build.lossless(Role.KV),
+            )  # fmt: skip
+        joint.attach(attention, store)
+        self.sampler = TokenSampler(build.max_num_seqs, facts.vocab_size, build.device, ())
+        self.runner = ModelRunner(joint, self.space, shape, self.sampler.next_ids, facts.vocab_size)
+        self.kv_bytes = store.allocated_bytes()
+        if capture and not self.space.recompute:
+            self.runner.graphs = StepGraphs(joint, shape, self.sampler.next_ids, build.max_num_seqs, (1, 2))
+            with torch.inference_mode():
+                for done in self.runner.graphs.capture_all():
+                    build.context.progress("capture second model", done)
+
+    @staticmethod
+    def _budget(build: Assembly, facts: ModelFacts) -> KVBudget:
+        """The same number of sequences; where memory is stated, a share by bytes per token."""
+        given = build.context.kv_memory_bytes
+        own, target = kv_bytes_per_token(facts), kv_bytes_per_token(build.context.facts)
+        share = min(_MOST_OF_KV, own / (own + target)) if own + target else _MOST_OF_KV
+        if given is None and build.device.type == "cuda":
+            given = int(torch.cuda.mem_get_info(build.device)[0] * build.context.kv_memory_fraction)
+        return KVBudget(
+            max_num_seqs=build.max_num_seqs,
+            max_model_len=build.context.max_model_len,
+            element_bytes=build.dtype.itemsize,
+            max_bytes=None if given is None else int(given * share),
+        )
+
+
+def second_models(build: Assembly, capture: bool) -> Callable[..., SecondModel]:
+    """`second(source=None, quantizer=None, model=None, facts=None)` for `DecoderContext`.
+
+    Without `source` it is the target's own checkpoint; `quantizer` names a quantizer and its options; `model` (with
+    `facts`) takes a module that exists already. Raises `UserError` for a source that cannot be read and `Unsupported`
+    for a model that the joint must not drive.
+    """
+
+    def second(
+        source: str | None = None,
+        quantizer: str | None = None,
+        quantizer_options: dict[str, Any] | None = None,
+        model: Any = None,
+        facts: ModelFacts | None = None,
+    ) -> SecondModel:
+        if model is not None:
+            assert facts is not None
+            return SecondModel(build, model, facts, capture)
+        resolved, found = _find(build, source)
+        if found.refusal:
+            raise Unsupported(found.refusal)
+        loaded = load_model(
+            resolved, found, dtype=build.context.dtype, device=str(build.device), seed=build.context.seed,
+            progress=build.context.progress,
+        )  # fmt: skip
+        if quantizer is not None:
+            _quantize(build, loaded.model, quantizer, quantizer_options or {})
+        tokenizer = load_tokenizer(resolved)
+        return SecondModel(build, loaded.model, found, capture, tokenizer)
+
+    return second
+
+
+def _find(build: Assembly, source: str | None) -> tuple[ResolvedSource, ModelFacts]:
+    if source is None:
+        return build.context.source, build.context.facts
+    resolved = resolve_source(ModelSource(source=source), build.context.base or Path())
+    return resolved, read_model_facts(resolved, dtype=build.context.dtype)
+
+
+def _quantize(build: Assembly, model: Any, name: str, options: dict[str, Any]) -> None:
+    if build.context.find is None:
+        raise UserError("this engine was built without a catalogue, so no quantizer can be named for a second model")
+    component = build.context.find(Role.QUANTIZER, name).component
+    quantizer = component.build(component.options(**options), None)
+    if quantizer.load_arguments():
+        raise Unsupported(f"quantizer {name!r} works at load, which a second model does not offer")
+    quantizer.apply(model, QuantizerContext(str(build.device), build.context.dtype, None, build.context.progress))

@@ -1,0 +1,249 @@
+"""Speculative decoding with a draft model (Leviathan et al., 2023; Chen et al., 2023)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from infermix.roles.decoder import Emission, Forward, Runner, Sampler, Want
+from infermix.roles.request import Sequence
+from infermix.roles.scheduler import Plan, Scheduled
+from infermix.toolkit.sampling import draw, uniform
+from infermix.toolkit.verification import (
+    AcceptanceCounters,
+    Drafted,
+    accepted,
+    completes,
+    room_for_drafts,
+    row_prefixes,
+    with_drafts,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from infermix_decoders.draft_length import DraftLength
+
+#: Noise streams beside the sampler's own (0): does a draft stay, and which token does the draft model propose.
+ACCEPT_STREAM, DRAFT_STREAM = 1, 2
+
+
+@dataclass(slots=True)
+class Proposal:
+    """Drafts of one round, one column per draft; `q` holds their distributions unless every request is greedy."""
+
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    q: dict[int, list[Tensor]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Ticket:
+    rows: list[Drafted]
+    draws: Tensor
+    stays: Tensor | None
+    sampler: Sampler
+
+
+class DraftModel:
+    """The draft side: one shadow sequence per target sequence, in the same lane, over the same list of tokens."""
+
+    def __init__(self, second: Any) -> None:
+        self._second = second
+        self._shadows: dict[int, Sequence] = {}
+
+    def propose(self, sequences: Seq[Sequence], count: int, *, greedy: bool) -> Proposal:
+        """`count` drafts for each sequence that the draft's KV has room for; reads the device once."""
+        shadows = [shadow for seq in sequences if (shadow := self._ready(seq, count)) is not None]
+        if not shadows:
+            return Proposal()
+        columns, distributions = [], []
+        for _ in range(count):
+            forward = self._second.runner.forward(Plan([Scheduled(each, each.num_uncomputed) for each in shadows]))
+            ids, q = self._draw(forward, greedy)
+            columns.append(ids)
+            distributions.append(q)
+            for shadow in shadows:
+                shadow.num_computed = shadow.num_tokens
+                shadow.num_inflight += 1
+        return self._collect(forward, torch.stack(columns, dim=1).tolist(), distributions, greedy)
+
+    def keep(self, sequence: Sequence, num_tokens: int) -> None:
+        """Of what was drafted only the first `num_tokens` tokens of the text hold."""
+        shadow = self._shadows.get(sequence.seq_id)
+        if shadow is not None:
+            shadow.num_computed = min(shadow.num_computed, num_tokens)
+            self._second.space.truncate(sequence.seq_id, shadow.num_computed)
+
+    def forget(self, sequence: Sequence) -> None:
+        if self._shadows.pop(sequence.seq_id, None) is not None:
+            self._second.space.release(sequence.seq_id)
+            self._second.sampler.forget(sequence.lane)
+
+    def _ready(self, sequence: Sequence, count: int) -> Sequence | None:
+        shadow = self._shadows.get(sequence.seq_id)
+        if not self._second.space.reserve(sequence.seq_id, len(sequence.tokens) + count - 1):
+            return None
+        if shadow is None:
+            shadow = Sequence(sequence.seq_id, sequence.request, sequence.tokens, sequence.num_prompt_tokens)
+            self._shadows[sequence.seq_id] = shadow
+        shadow.lane, shadow.num_inflight = sequence.lane, 0
+        # After a full acceptance the draft lags by two tokens; it always computes two, so that steps are alike.
+        shadow.num_computed = max(0, min(shadow.num_computed, len(sequence.tokens) - 2))
+        return shadow
+
+    def _draw(self, forward: Forward, greedy: bool) -> tuple[Tensor, Tensor | None]:
+        sampler = self._second.sampler
+        if greedy:
+            return sampler.sample(forward), None
+        q = sampler.probabilities(forward, [()] * len(forward.sequences))
+        ids = draw(q, _noise([(seq, seq.num_tokens) for seq in forward.sequences], DRAFT_STREAM, q.device))
+        sampler.next_ids.index_copy_(0, forward.lanes, ids)
+        return ids, q
+
+    @staticmethod
+    def _collect(forward: Forward, tokens: list[list[int]], distributions: list[Any], greedy: bool) -> Proposal:
+        made = Proposal()
+        for row, shadow in enumerate(forward.sequences):
+            made.tokens[shadow.seq_id] = tokens[row]
+            if not greedy:
+                made.q[shadow.seq_id] = [q[row] for q in distributions]
+        return made
+
+
+class SpeculativeDecoder:
+    """Drafts on another model, verifies in one forward of the target.
+
+    `rejection`: a draft x stays with probability min(1, p(x) / q(x)), the first that does not is replaced by a draw
+    from the normalised max(p - q, 0), and after the last one a bonus token is drawn from p: the target's distribution
+    exactly. Which tokens are drawn depends on where rounds begin. `coupled`: draft and target draw with the same
+    noise and a draft stays where both agree: the very tokens of plain decoding, with fewer acceptances. Greedy
+    requests are the same under both.
+    """
+
+    reads_tokens = True
+
+    def __init__(
+        self, second: Any, length: DraftLength, max_model_len: int, *, acceptance: str, uniform_steps: bool
+    ) -> None:
+        self._draft, self._length, self._max_model_len = DraftModel(second), length, max_model_len
+        self._rejects, self._uniform = acceptance == "rejection", uniform_steps
+        self._counters = AcceptanceCounters()
+        self._draft_forwards = 0
+        self.query_lens = (1, *(count + 1 for count in length.choices))
+
+    def launch(self, plan: Plan, runner: Runner, sampler: Sampler) -> Ticket:
+        count = self._length.current
+        greedy = all(entry.sequence.request.sampling.temperature == 0 for entry in plan.entries)
+        proposal = self._propose(plan, count, greedy or not self._rejects)
+        rows = self._rows(plan, proposal, count, runner)
+        forward = runner.forward(Plan([row.entry for row in rows]), Want(draft_logits=True))
+        self._counters.target_forwards += 1
+        emitting = [row for row in rows if completes(row.entry)]
+        if not emitting:
+            return Ticket([], torch.empty(0, dtype=torch.int64), None, sampler)
+        if greedy or not self._rejects:
+            return Ticket(emitting, sampler.sample_rows(forward, row_prefixes(rows)), None, sampler)
+        return Ticket(emitting, *rejection_draws(forward, emitting, proposal, sampler), sampler)
+
+    def collect(self, ticket: Ticket) -> list[Emission]:
+        draws = ticket.draws.tolist()
+        stays = None if ticket.stays is None else ticket.stays.tolist()
+        emissions, first = [], 0
+        for row in ticket.rows:
+            span = slice(first, first + len(row.drafts) + 1)
+            emissions.append(self._emission(row, draws[span], stays and stays[span], ticket.sampler))
+            first = span.stop
+        return emissions
+
+    def counters(self) -> dict[str, float]:
+        return {**self._counters.as_counters(), "draft_forwards": float(self._draft_forwards)}
+
+    def reset(self) -> None:
+        self._counters, self._draft_forwards = AcceptanceCounters(), 0
+
+    def forget(self, sequence: Sequence) -> None:
+        self._draft.forget(sequence)
+
+    def _propose(self, plan: Plan, count: int, coupled: bool) -> Proposal:
+        ready = [entry.sequence for entry in plan.entries if self._limit(entry, count)]
+        proposal = self._draft.propose(ready, count, greedy=coupled) if ready else Proposal()
+        self._draft_forwards += count if proposal.tokens else 0
+        return proposal
+
+    def _limit(self, entry: Scheduled, count: int) -> int:
+        """Drafts worth having; prompts get none, their first token comes from the target."""
+        if entry.num_new_tokens != 1 or not completes(entry):
+            return 0
+        return room_for_drafts(entry.sequence, count, self._max_model_len)
+
+    def _rows(self, plan: Plan, proposal: Proposal, count: int, runner: Runner) -> list[Drafted]:
+        filled_to = count if self._uniform and proposal.tokens and self._all_fit(plan, count) else 0
+        rows = []
+        for entry in plan.entries:
+            drafts = proposal.tokens.get(entry.sequence.seq_id, [])[: self._limit(entry, count)]
+            rows.append(with_drafts(entry, drafts, runner, filled_to))
+        return rows
+
+    def _all_fit(self, plan: Plan, count: int) -> bool:
+        return all(
+            entry.num_new_tokens == 1 and entry.sequence.num_tokens + count <= self._max_model_len
+            for entry in plan.entries
+        )
+
+    def _emission(self, row: Drafted, draws: list[int], stays: list[bool] | None, sampler: Sampler) -> Emission:
+        sequence, drafts = row.entry.sequence, row.drafts[: row.num_real]
+        count = accepted(draws, drafts) if stays is None else _leading(stays[: row.num_real])
+        tokens = (*drafts[:count], draws[count])
+        self._counters.count(row.num_real, count)
+        self._length.observe(row.num_real, count)
+        sampler.accept(sequence, tokens)
+        self._draft.keep(sequence, len(sequence.tokens) + count)
+        return Emission(sequence, tokens, len(row.drafts))
+
+
+def rejection_draws(
+    forward: Forward, rows: Seq[Drafted], proposal: Proposal, sampler: Sampler
+) -> tuple[Tensor, Tensor]:
+    """Per row of the verification `[R]`: the token that ends the round there, and whether the row's draft stays.
+
+    A row without a draft of its own (the bonus, or one that fills up a captured step) has q = 0: its draw is from p.
+    """
+    p = sampler.probabilities(forward, row_prefixes(rows))
+    tokens, q = _draft_rows(rows, proposal, p)
+    assert forward.positions is not None
+    keys = list(zip(forward.sequences, forward.positions, strict=True))
+    own = tokens[:, None]
+    ratio = p.gather(1, own).squeeze(1), q.gather(1, own).squeeze(1)
+    stays = _noise(keys, ACCEPT_STREAM, p.device).squeeze(1) * ratio[1] < ratio[0]
+    left = residual(p, q)
+    empty = left.sum(-1, keepdim=True) <= 0  # p equals q: the draft stays, its replacement is never used
+    return draw(torch.where(empty, p, left), _noise(keys, 0, p.device)), stays
+
+
+def residual(p: Tensor, q: Tensor) -> Tensor:
+    """What a rejected draft is replaced from, not normalised: max(p - q, 0)."""
+    return (p - q).clamp_(min=0)
+
+
+def _draft_rows(rows: Seq[Drafted], proposal: Proposal, p: Tensor) -> tuple[Tensor, Tensor]:
+    """Draft token `[R]` and draft distribution `[R, V]` in place of every row's prediction."""
+    q = torch.zeros_like(p)
+    tokens: list[int] = []
+    for row in rows:
+        distributions = proposal.q.get(row.entry.sequence.seq_id, [])
+        for index in range(row.num_real):
+            q[len(tokens) + index] = distributions[index]
+        tokens += [*row.drafts, 0]
+    return torch.tensor(tokens, device=p.device), q
+
+
+def _noise(keys: Seq[tuple[Sequence, int]], stream: int, device: torch.device) -> Tensor:
+    """`[R, 1]` in (0, 1), fp64, from each request's seed and position."""
+    numbers = [[uniform(seq.request.sampling.seed, position, stream)] for seq, position in keys]
+    return torch.tensor(numbers, dtype=torch.float64).to(device, non_blocking=True)
+
+
+def _leading(flags: Seq[bool]) -> int:
+    return next((index for index, flag in enumerate(flags) if not flag), len(flags))

@@ -1,0 +1,126 @@
+"""Decoders that draft give exactly the tokens of plain decoding, whatever runs beside a request."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from infermix.roles.request import Request, SamplingParams
+
+Build = Callable[..., Any]
+SAMPLINGS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "penalty": {"repetition_penalty": 1.01},
+    "sampled": {"temperature": 0.7},
+    "filtered": {"temperature": 1.1, "top_k": 12, "top_p": 0.9, "min_p": 0.02},
+    "minimum": {"min_new_tokens": 9, "stop_token_ids": tuple(range(40, 70))},
+}
+LAYOUTS = [("none", {}), ("concat", {}), ("dense", {}), ("paged", {"block_size": 4})]
+SCHEDULERS = [
+    ("static", {"batch_size": 3}),
+    ("continuous", {"max_num_seqs": 3}),
+    ("continuous", {"max_num_seqs": 4, "max_num_batched_tokens": 9, "chunked": True}),
+]
+DRAFTING = [
+    ("prompt_lookup", {"num_draft_tokens": 5, "min_match_tokens": 1}),
+    ("speculative", {"draft": "target", "draft_quantizer": "rtn", "num_draft_tokens": 3, "acceptance": "coupled"}),
+    (
+        "speculative",
+        {
+            "draft": "target",
+            "draft_quantizer": "rtn",
+            "num_draft_tokens": 4,
+            "acceptance": "coupled",
+            "adaptive": True,
+        },
+    ),
+]
+
+
+def _name(decoder: Any) -> str:
+    return decoder[0] + ("-adaptive" if decoder[1].get("adaptive") else "")
+
+
+def requests(sampling: dict[str, Any], count: int = 7) -> list[Request]:
+    """Prompts that repeat themselves, of different lengths, so that lookups hit."""
+    rng = random.Random(3)
+    made = []
+    for index in range(count):
+        phrase = [rng.randrange(6, 96) for _ in range(rng.randint(1, 4))]
+        prompt = (phrase * 9)[: rng.randint(3, 17)]
+        params = SamplingParams(max_new_tokens=rng.randint(1, 24), seed=index, **sampling)
+        made.append(Request(request_id=f"r{index}", prompt_ids=tuple(prompt), sampling=params))
+    return made
+
+
+def generate(engine: Any, wanted: list[Request]) -> dict[str, list[int]]:
+    for request in wanted:
+        engine.submit(request)
+    tokens: dict[str, list[int]] = {request.request_id: [] for request in wanted}
+    while engine.has_work:
+        for event in engine.step():
+            tokens[event.request_id] += event.token_ids
+    return tokens
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+@pytest.mark.parametrize("decoder", DRAFTING, ids=_name)
+def test_same_tokens_as_plain_decoding(build_engine: Build, decoder: Any, sampling: dict[str, Any]) -> None:
+    plain = generate(build_engine(), requests(sampling))
+    engine = build_engine(parts={"decoder": decoder})
+    assert generate(engine, requests(sampling)) == plain
+    counters = engine.report().counters
+    assert counters["accepted_draft_tokens"] > 0
+    assert counters["verified_tokens"] >= sum(map(len, plain.values()))
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS, ids=lambda each: "-".join(map(str, (each[0], *each[1].values()))))
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda each: each[0])
+@pytest.mark.parametrize("decoder", DRAFTING, ids=_name)
+def test_with_every_layout_and_scheduler(build_engine: Build, decoder: Any, layout: Any, scheduler: Any) -> None:
+    sampling = {"temperature": 0.8}
+    plain = generate(build_engine(), requests(sampling))
+    engine = build_engine(parts={"decoder": decoder, "kv": layout, "scheduler": scheduler})
+    assert generate(engine, requests(sampling)) == plain
+
+
+@pytest.mark.parametrize("decoder", DRAFTING, ids=_name)
+def test_under_preemption(build_engine: Build, decoder: Any) -> None:
+    """A pool of 11 blocks for seven requests: sequences lose their KV and start over."""
+    wanted = requests({"temperature": 0.8})
+    plain = generate(build_engine(), wanted)
+    engine = build_engine(
+        parts={"decoder": decoder, "kv": ("paged", {"block_size": 4}), "scheduler": "continuous"},
+        max_model_len=44,
+        kv_memory_bytes=12 * 4 * 2 * 2 * 2 * 16 * 4,
+    )
+    assert generate(engine, wanted) == plain
+    assert engine.report().counters["preemptions"] > 0
+
+
+@pytest.mark.parametrize("decoder", DRAFTING, ids=_name)
+def test_all_kv_comes_back(build_engine: Build, decoder: Any) -> None:
+    engine = build_engine(parts={"decoder": decoder, "kv": ("paged", {"block_size": 4})})
+    generate(engine, requests({}))
+    assert engine._space.usage().allocated_tokens == 0
+
+
+@pytest.mark.parametrize("decoder", DRAFTING, ids=_name)
+def test_fewer_forwards_than_tokens(build_engine: Build, decoder: Any) -> None:
+    """A greedy loop is a text that repeats itself: most forwards give several tokens."""
+    engine = build_engine(parts={"decoder": decoder}, max_model_len=200)
+    request = Request(
+        request_id="r", prompt_ids=(7, 8, 9) * 3, sampling=SamplingParams(max_new_tokens=120, ignore_eos=True)
+    )
+    assert len(generate(engine, [request])["r"]) == 120
+    assert engine.report().counters["target_forwards"] < 100
+
+
+def test_a_layout_that_cannot_cut_is_refused_by_the_plan(catalogue: Any) -> None:
+    from infermix.roles.component import Role
+    from infermix.toolkit.conformance import example_machine, example_model
+
+    component = catalogue.find(Role.DECODER, "prompt_lookup").component
+    assert "kv:truncate" in component.needs(component.options(), example_model(), example_machine("cpu"))
