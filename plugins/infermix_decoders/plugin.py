@@ -28,7 +28,7 @@ class SpeculativeOptions(Options, frozen=True):
         str,
         Meta(
             min_length=1,
-            description="draft model (package:NAME, shape:NAME, directory, GGUF file or Hugging Face id), or `target`: "
+            description="draft model (package:NAME, directory, GGUF file or Hugging Face id), or `target`: "
             "another copy of the target's own checkpoint, which draft_quantizer makes smaller",
         ),
     ]

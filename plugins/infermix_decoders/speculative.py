@@ -16,6 +16,7 @@ from infermix.toolkit.verification import (
     Drafted,
     accepted,
     completes,
+    in_forward_order,
     room_for_drafts,
     row_prefixes,
     with_drafts,
@@ -140,11 +141,11 @@ class SpeculativeDecoder:
         rows = self._rows(plan, proposal, count, runner)
         forward = runner.forward(Plan([row.entry for row in rows]), Want(draft_logits=True))
         self._counters.target_forwards += 1
-        emitting = [row for row in rows if completes(row.entry)]
+        emitting = in_forward_order(rows, forward)
         if not emitting:
             return Ticket([], torch.empty(0, dtype=torch.int64), None, sampler)
         if greedy or not self._rejects:
-            return Ticket(emitting, sampler.sample_rows(forward, row_prefixes(rows)), None, sampler)
+            return Ticket(emitting, sampler.sample_rows(forward, row_prefixes(emitting)), None, sampler)
         return Ticket(emitting, *rejection_draws(forward, emitting, proposal, sampler), sampler)
 
     def collect(self, ticket: Ticket) -> list[Emission]:

@@ -32,7 +32,11 @@ class StaticScheduler:
         """Raises `UserError` for a request that even an empty space does not hold."""
         if not self._running:
             self._start_batch(space)
-        ready = (seq for seq in self._running.values() if not seq.exhausted and seq.num_uncomputed)
+        ready = [seq for seq in self._running.values() if not seq.exhausted and seq.num_uncomputed]
+        for seq in ready:
+            # What a decoder cut away with its rejected drafts is still there: nobody joins a running batch.
+            held = space.reserve(seq.seq_id, longest_context(seq))
+            assert held, f"the KV of {seq.request.request_id!r} was given to another sequence"
         return Plan([Scheduled(seq, seq.num_uncomputed) for seq in ready])
 
     def _start_batch(self, space: KVSpace) -> None:

@@ -64,17 +64,17 @@ class SecondModel:
 
     @staticmethod
     def _budget(build: Assembly, facts: ModelFacts) -> KVBudget:
-        """The same number of sequences; where memory is stated, a share by bytes per token."""
-        given = build.context.kv_memory_bytes
+        """The same number of sequences, beside the target's stated memory; on a GPU a share of what is free."""
         own, target = kv_bytes_per_token(facts), kv_bytes_per_token(build.context.facts)
         share = min(_MOST_OF_KV, own / (own + target)) if own + target else _MOST_OF_KV
-        if given is None and build.device.type == "cuda":
-            given = int(torch.cuda.mem_get_info(build.device)[0] * build.context.kv_memory_fraction)
+        free = None
+        if build.device.type == "cuda":
+            free = int(torch.cuda.mem_get_info(build.device)[0] * build.context.kv_memory_fraction * share)
         return KVBudget(
             max_num_seqs=build.max_num_seqs,
             max_model_len=build.context.max_model_len,
             element_bytes=build.dtype.itemsize,
-            max_bytes=None if given is None else int(given * share),
+            max_bytes=free,
         )
 
 

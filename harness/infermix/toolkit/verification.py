@@ -104,9 +104,15 @@ def completes(entry: Scheduled) -> bool:
     return entry.num_own_tokens == entry.sequence.num_uncomputed
 
 
+def in_forward_order(rows: Seq[Drafted], forward: Forward) -> list[Drafted]:
+    """Those that have logits, in the order of their logits (a layout with fixed rows has an order of its own)."""
+    by_id = {row.entry.sequence.seq_id: row for row in rows}
+    return [by_id[seq_id] for seq_id in dict.fromkeys(seq.seq_id for seq in forward.sequences)]
+
+
 def row_prefixes(rows: Seq[Drafted]) -> list[tuple[int, ...]]:
     """For every row of a `draft_logits` forward, the drafts between the sequence's own token and the row."""
-    return [row.drafts[:count] for row in rows if completes(row.entry) for count in range(len(row.drafts) + 1)]
+    return [row.drafts[:count] for row in rows for count in range(len(row.drafts) + 1)]
 
 
 def accepted(draws: Seq[int], drafts: Seq[int]) -> int:
@@ -143,8 +149,8 @@ class VerifyingDecoder:
         rows = self._rows(plan, runner)
         forward = runner.forward(Plan([row.entry for row in rows]), Want(draft_logits=True))
         self._counters.target_forwards += 1
-        emitting = [row for row in rows if completes(row.entry)]
-        return Ticket(emitting, _draws(forward, rows, sampler), sampler)
+        emitting = in_forward_order(rows, forward)
+        return Ticket(emitting, _draws(forward, emitting, sampler), sampler)
 
     def collect(self, ticket: Ticket) -> list[Emission]:
         draws = ticket.ids.tolist()
