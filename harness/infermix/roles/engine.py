@@ -23,8 +23,7 @@ class EngineContext:
     the evaluators will ask for, `base` is the folder that relative paths start from, `transforms` are those that the
     experiment asks for, in order (empty for an engine that does not host `Role.TRANSFORM`). `kv_swap_bytes` is the
     host memory for swapped-out sequences.
-    experiment asks for, in order (empty for an engine that does not host `Role.TRANSFORM`), `find` looks up
-    components that a part names in its options.
+    `find` looks up components that a part names in its options.
     """
 
     source: ResolvedSource
