@@ -41,9 +41,9 @@ def paged_attention(
 
     - `keys [num_blocks, block_size, Hkv, Dk]`, `values [..., Dv]` with `block_tables [B, W]` int32, or dense rows
       `[B, capacity, Hkv, D]` with `block_tables=None`. bf16, fp16, fp32; or int8 / float8_e4m3fn with
-      `key_scales`, `value_scales` `[num_blocks, block_size, Hkv]` (fp32 or fp16), one factor per token and head. Best
-      kept as `[num_blocks, Hkv, block_size]` and handed over transposed: a head's factors are then contiguous, where
-      they otherwise cost a memory sector of 32 bytes each.
+      `key_scales`, `value_scales` `[num_blocks, Hkv, block_size]` (fp32 or fp16; dense: `[B, Hkv, capacity]`), one
+      factor per token and head: a stored number times its factor is the value. A head's factors lie side by side in
+      a block, because each would cost a memory sector of 32 bytes if the heads did.
     - `cu_seqlens_q [B + 1]`, `context_lens [B]` int32. The queries of a sequence are the last tokens of its context.
       `cu_seqlens_q` may start above 0: only the rows that it covers are computed. Context 0 gives rows of zeros.
     - `max_query_len`, `max_context_len`: bounds known on the host. The launch depends on them and on shapes alone, so

@@ -150,15 +150,21 @@ class Call:
         return self.num_seqs * row_tiles * geometry.head_tiles, row_tiles, geometry
 
     def strides(self) -> tuple[int, ...]:
-        scales = self.scales[0]
         keys, values = self.pools()
         return (
             *self.q.stride()[:2],
             *keys.stride()[:3],
             *values.stride()[:3],
-            *((0, 0, 0) if scales is None else scales.stride()),
+            *self.scale_strides(),
             0 if self.block_tables is None else self.block_tables.stride(0),
         )
+
+    def scale_strides(self) -> tuple[int, int, int]:
+        """From block to block (dense: row to row), token to token and head to head."""
+        if self.scales[0] is None:
+            return 0, 0, 0
+        block, head, token = self.scales[0].stride()
+        return block, token, head
 
     def constants(self, launch: Launch, geometry: Geometry, rules: Rules) -> dict[str, Any]:
         shape = self.shape_class("prefill", 0)

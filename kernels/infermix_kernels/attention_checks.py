@@ -77,9 +77,14 @@ def _check_pools(q: Tensor, keys: Tensor, values: Tensor, scales: tuple[Tensor |
     for pool in (keys, values):
         strides = (*pool.stride()[:3], pool.shape[3], pool.storage_offset())
         _require(all(step % 4 == 0 for step in strides), "quantized pools need head dims and strides in fours")
+    wanted = (keys.shape[0], keys.shape[2], keys.shape[1])
     for scale in scales:
-        if scale is None or scale.shape != keys.shape[:3]:
-            raise ValueError(f"{keys.dtype} keys and values need scales {list(keys.shape[:3])}")
+        if scale is None or scale.shape != wanted:
+            found = None if scale is None else list(scale.shape)
+            raise ValueError(
+                f"{keys.dtype} keys and values need scales [blocks, Hkv, tokens] {list(wanted)}, not {found}"
+            )
+        _require(scale.dtype in FLOATS, f"scales are {scale.dtype}; supported: bfloat16, float16, float32")
     _require(scales[0].stride() == scales[1].stride(), "key_scales and value_scales have different strides")  # type: ignore[union-attr]
 
 

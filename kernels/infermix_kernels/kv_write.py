@@ -115,8 +115,8 @@ def kv_write_kernel(
     values_token,
     values_head,
     scales_block,
-    scales_token,
     scales_head,
+    scales_token,
     q_tiles,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -181,7 +181,7 @@ def write_kv(
     `[num_blocks + 1, block_size, Hkv, D]`, and return the rotated queries (or `None` when no `q` is given).
 
     With a `table`, keys and `q [T, H, Dk]` are rotated to `positions [T]` on the way; `q_out` may be `q`. Pools of
-    int8 or float8_e4m3fn need `key_scales` and `value_scales` `[num_blocks + 1, block_size, Hkv]`: a stored number
+    int8 or float8_e4m3fn need `key_scales` and `value_scales` `[num_blocks + 1, Hkv, block_size]`: a stored number
     times its scale (largest magnitude of the head / 127 or 448) is the value. Slots beyond the pool are not checked;
     negative ones are skipped.
     """
@@ -264,8 +264,10 @@ def _check_pools(
         return 0.0
     if key_scales is None or value_scales is None:
         raise ValueError(f"pools of {keys.dtype} need key_scales and value_scales")
-    require_shape("key_scales", key_scales, tuple(keys.shape[:3]))
-    require_shape("value_scales", value_scales, tuple(keys.shape[:3]))
+    num_blocks, block_size, num_kv_heads = keys.shape[:3]
+    for name, scales in (("key_scales", key_scales), ("value_scales", value_scales)):
+        require_shape(name, scales, (num_blocks, num_kv_heads, block_size))
+        require_floats(**{name: scales})
     require(key_scales.stride() == value_scales.stride(), "key_scales and value_scales have different strides")
     return QUANT_MAX[keys.dtype]
 

@@ -115,7 +115,15 @@ class PlainOperators:
     def rotate_and_write(
         self, q: Tensor, k: Tensor, v: Tensor, table: RotaryTable, positions: Tensor, pools: KVPools, slots: Tensor
     ) -> Tensor:
-        reference.write_kv(_rotated(k, table, positions), v, pools.keys, pools.values, slots)
+        reference.write_kv(
+            _rotated(k, table, positions),
+            v,
+            pools.keys,
+            pools.values,
+            slots,
+            key_scales=pools.key_scales,
+            value_scales=pools.value_scales,
+        )
         return _rotated(q, table, positions)
 
 

@@ -76,8 +76,12 @@ View = RaggedView | DenseView | PagedView
 
 @dataclass(frozen=True, slots=True)
 class KVPools:
-    """`keys`, `values` `[num_blocks + 1, block_size, Hkv, D]`; scales `[num_blocks + 1, block_size, Hkv]` of pools
-    whose numbers are integers or fp8 (a stored number times its scale is the value)."""
+    """`keys`, `values` `[num_blocks + 1, block_size, Hkv, D]`.
+
+    Pools of int8 or float8_e4m3fn come with `key_scales`, `value_scales` `[num_blocks + 1, Hkv, block_size]` fp32,
+    contiguous: a stored number times the scale of its token and head is the value. The order differs from the pools'
+    because one head reads its scales alone, and lone numbers would cost a memory sector of 32 bytes each.
+    """
 
     keys: Tensor
     values: Tensor

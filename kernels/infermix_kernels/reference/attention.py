@@ -22,7 +22,10 @@ def paged_attention(
     key_scales: Tensor | None = None,
     value_scales: Tensor | None = None,
 ) -> Tensor:
-    """Same arguments and result as `infermix_kernels.attention.paged_attention`; pools are upcast to `q.dtype`."""
+    """Same arguments and result as `infermix_kernels.attention.paged_attention`; pools are upcast to `q.dtype`.
+
+    `key_scales`, `value_scales` `[num_blocks, Hkv, block_size]`, of dense rows `[B, Hkv, capacity]`.
+    """
     out = q.new_zeros(q.shape[0], q.shape[1], values.shape[-1])
     starts, contexts = cu_seqlens_q.tolist(), context_lens.tolist()
     for index, context in enumerate(contexts):
@@ -42,12 +45,19 @@ def read_sequence(
 ) -> Tensor:
     """The `context` tokens of a sequence, `[context, Hkv, D]`, dequantized."""
     if block_tables is None:
-        tokens, factors = pool[index], None if scales is None else scales[index]
+        tokens = pool[index]
+        factors = None if scales is None else by_token(scales[index])
     else:
         blocks = block_tables[index, : -(-context // pool.shape[1])].long()
-        tokens, factors = pool[blocks].flatten(0, 1), None if scales is None else scales[blocks].flatten(0, 1)
+        tokens = pool[blocks].flatten(0, 1)
+        factors = None if scales is None else by_token(scales[blocks]).flatten(0, 1)
     tokens = tokens[:context].to(dtype)
     return tokens if factors is None else tokens * factors[:context, :, None].to(dtype)
+
+
+def by_token(scales: Tensor) -> Tensor:
+    """`[..., Hkv, block_size]` -> `[..., block_size, Hkv]`, in the order of the numbers themselves."""
+    return scales.transpose(-1, -2)
 
 
 def visible_keys(

@@ -68,10 +68,29 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, *, interleave
     return torch.cat((rotated.to(x.dtype), rest), dim=-1)
 
 
-def write_kv(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slot_mapping: Tensor) -> None:
-    """`k [T, Hkv, Dk]`, `v [T, Hkv, Dv]` to slots of `[num_blocks + 1, block_size, Hkv, D]`, in place."""
-    keys.flatten(0, 1)[slot_mapping] = k.to(keys.dtype)
-    values.flatten(0, 1)[slot_mapping] = v.to(values.dtype)
+def write_kv(
+    k: Tensor,
+    v: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    slot_mapping: Tensor,
+    *,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
+) -> None:
+    """`k [T, Hkv, Dk]`, `v [T, Hkv, Dv]` to slots of `[num_blocks + 1, block_size, Hkv, D]`, in place.
+
+    With scales `[num_blocks + 1, Hkv, block_size]` as `quantize_rows` has them, one for each token and head.
+    """
+    blocks, offsets = slot_mapping // keys.shape[1], slot_mapping % keys.shape[1]
+    for new, pool, scales in ((k, keys, key_scales), (v, values, value_scales)):
+        if scales is None:
+            pool[blocks, offsets] = new.to(pool.dtype)
+            continue
+        numbers, factors = quantize_rows(new, pool.dtype)
+        # fp8 has no scatter of its own on every device: bytes have.
+        pool.view(torch.uint8)[blocks, offsets] = numbers.view(torch.uint8)
+        scales[blocks, :, offsets] = factors.to(scales.dtype)
 
 
 def quantize_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -32,7 +32,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     kv: torch.dtype | None = None
     scale_dtype: torch.dtype = torch.float32
-    scales_by_head: bool = False
+    scales_strided: bool = False
     rules: dict[str, Any] = field(default_factory=dict)
     sinks: bool = False
     tree: bool = False
@@ -124,8 +124,9 @@ def _pool(
     stored = data.round().clamp(-127, 127) if case.kv == torch.int8 else data.clamp(-448, 448)
     stored = stored.to(case.kv)
     scales[~used] = float("nan")
-    if case.scales_by_head:
-        scales = scales.transpose(1, 2).contiguous().transpose(1, 2)
+    scales = scales.transpose(1, 2)
+    if not case.scales_strided:
+        scales = scales.contiguous()
     if case.kv != torch.int8:
         stored.view(torch.uint8)[~used] = 0x7F
     return stored, scales

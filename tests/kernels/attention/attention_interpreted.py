@@ -6,7 +6,9 @@ import pytest
 import torch
 from attention_cases import TOLERANCE, Case, build, error, expected
 from infermix_kernels.attention import Workspace, paged_attention
+from infermix_kernels.kv_write import write_kv
 from infermix_kernels.launch import Launch
+from infermix_kernels.reference.attention import paged_attention as reference_attention
 
 FP16, INT8, FP8 = torch.float16, torch.int8, torch.float8_e4m3fn
 #: block_rows, block_tokens, num_warps, num_stages, programs_per_sm
@@ -26,7 +28,7 @@ CASES = [
     Case("decode softcap and sinks", (1, 1), (40, 3), rules={"softcap": 2.0}, sinks=True, launch=SPLIT),
     Case("decode int8", (1, 1), (50, 7), dtype=FP16, kv=INT8, launch=SPLIT),
     Case("decode int8, scales in fp16, dense", (1,), (50,), kv=INT8, scale_dtype=FP16, block_size=0, launch=SPLIT),
-    Case("decode int8, scales by head", (1, 1), (50, 7), kv=INT8, scales_by_head=True, launch=SPLIT),
+    Case("decode int8, strided scales", (1, 1), (50, 7), kv=INT8, scales_strided=True, launch=SPLIT),
     Case("decode fp8", (1, 1), (50, 7), kv=FP8, launch=SPLIT),
     Case("int8 in wide tiles", (33, 2), (50, 7), kv=INT8, launch=(64, 32, 4, 2, 2)),
     Case("fp8 in wide tiles", (33, 2), (50, 7), kv=FP8, dims=(64, 32), launch=(64, 32, 4, 2, 1)),
@@ -50,6 +52,27 @@ def test_matches_reference(case: Case) -> None:
     workspace = Workspace.allocate("cpu", 1 << 16)
     out = paged_attention(**arguments, launch=launch, workspace=workspace, check_block_tables=False)
     assert error(out, expected(arguments)) < TOLERANCE[case.dtype]
+
+
+def test_reads_what_write_kv_stored() -> None:
+    generator = torch.Generator().manual_seed(5)
+    k, v, q = (torch.randn(23, heads, 32, generator=generator) for heads in (2, 2, 4))
+    pools = [torch.zeros(4, 16, 2, 32, dtype=INT8) for _ in range(2)]
+    scales = {name: torch.full((4, 2, 16), float("nan")) for name in ("key_scales", "value_scales")}
+    tables = torch.tensor([[2, 0]], dtype=torch.int32)
+    slots = tables[0].long().repeat_interleave(16)[:23] * 16 + torch.arange(23) % 16
+    write_kv(k, v, *pools, slots, **scales)
+    arguments = {
+        "cu_seqlens_q": torch.tensor([0, 1], dtype=torch.int32),
+        "context_lens": torch.tensor([23], dtype=torch.int32),
+        "scale": 32**-0.5,
+    }
+    bounds = {"max_query_len": 1, "max_context_len": 23}
+    out = paged_attention(q[-1:], *pools, **arguments, **bounds, block_tables=tables, **scales)
+    exact = reference_attention(q[-1:].double(), *pools, **arguments, block_tables=tables, **scales)
+    assert error(out, exact) < TOLERANCE[torch.float32]
+    unquantized = reference_attention(q[-1:], k[None], v[None], **arguments, block_tables=None)
+    assert error(out, unquantized.double()) < 1e-2
 
 
 def test_rows_outside_the_given_sequences_stay() -> None:

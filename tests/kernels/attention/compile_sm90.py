@@ -114,7 +114,7 @@ def _prepared(
 
     width = -(-context // block_size) if block_size else 0
     shape = (batch * width + 1, block_size) if block_size else (batch, context)
-    scales = tensor(*shape, 8, of=torch.float32) if kv else None
+    scales = tensor(shape[0], 8, shape[1], of=torch.float32) if kv else None
     tree, sinks = rules.pop("tree", False), rules.pop("sinks", False)
     call = Call(
         tensor(batch * query, 32, dims[0]),

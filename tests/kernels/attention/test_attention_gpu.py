@@ -74,7 +74,7 @@ def _special() -> list[Case]:
         *tree,
         *quantized,
         Case("int8 fp16 scales", **DECODE, **common, kv=INT8, scale_dtype=FP16),
-        Case("int8 scales by head", **DECODE, **common, kv=INT8, scales_by_head=True),
+        Case("int8 strided scales", **DECODE, **common, kv=INT8, scales_strided=True),
         Case("int8 dim 80", **DECODE, heads=(8, 2), dims=(80, 80), dtype=FP16, kv=INT8),
         Case("fp8 in fp32", **DECODE, heads=(8, 2), dims=(128, 64), dtype=FP32, kv=FP8),
         Case("one long sequence", (1,), (30000,), **common),

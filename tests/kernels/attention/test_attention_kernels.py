@@ -56,7 +56,7 @@ def _arguments() -> dict[str, object]:
         ({"sinks": torch.zeros(2)}, "sinks has shape"),
         ({"tree_mask": torch.zeros(4, dtype=torch.int64), "window": 4}, "tree mask and a window"),
         ({"tree_mask": torch.zeros(4, dtype=torch.int64), "max_query_len": 65}, "at most 64"),
-        ({"key_scales": torch.zeros(5, 16, 2)}, "scales are given"),
+        ({"key_scales": torch.zeros(5, 2, 16)}, "scales are given"),
         ({"keys": torch.zeros(5, 16, 2, 32, dtype=torch.int8)}, "keys are torch.int8, values torch.float32"),
         ({"out": torch.zeros(4, 4, 16)}, "out has shape"),
         ({"out": torch.zeros(4, 4, 32, dtype=torch.float16)}, "out must be contiguous"),
@@ -73,6 +73,9 @@ def test_quantized_pools_need_scales_of_their_shape() -> None:
     arguments = build(Case("int8", (1,), (20,), kv=torch.int8))
     with pytest.raises(ValueError, match="need scales"):
         paged_attention(**{**arguments, "value_scales": None})
+    by_token = arguments["key_scales"].transpose(1, 2)
+    with pytest.raises(ValueError, match=r"scales \[blocks, Hkv, tokens\] \[5, 2, 16\], not \[5, 16, 2\]"):
+        paged_attention(**{**arguments, "key_scales": by_token, "value_scales": by_token})
     narrow = {name: arguments[name][..., :30] for name in ("keys", "values", "q")}
     with pytest.raises(ValueError, match="in fours"):
         paged_attention(**{**arguments, **narrow})

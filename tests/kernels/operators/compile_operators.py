@@ -47,7 +47,7 @@ def table() -> rotary.RotaryTable:
 
 def write(num_tokens: int, pool: torch.dtype = BF16, pdl: bool = False) -> None:
     pools = [tensor(101, 16, 8, 128, of=pool) for _ in range(2)]
-    scales = [None if pool == BF16 else tensor(101, 16, 8, of=FP32) for _ in range(2)]
+    scales = [None if pool == BF16 else tensor(101, 8, 16, of=FP32) for _ in range(2)]
     new = [tensor(num_tokens, 8, 128) for _ in range(2)]
     index = tensor(num_tokens, of=INT64)
     kv_write.write_kv(

@@ -161,7 +161,8 @@ def check_kv_write(
     before = [pool.clone() for pool in pools]
     arguments: dict[str, Any] = {}
     if pool_dtype is not None:
-        scales = [torch.full(shape, float("nan"), device=device) for _ in range(2)]
+        by_head = (num_blocks, heads[1], block_size)
+        scales = [torch.full(by_head, float("nan"), device=device) for _ in range(2)]
         arguments = {"key_scales": scales[0], "value_scales": scales[1]}
     table, positions = rotation(source, max(rotary_dim, 2), num_tokens, False, dtype)
     rotated = k
@@ -181,7 +182,9 @@ def check_kv_write(
         if pool_dtype is None:
             assert error(stored[slots], reference) < TOLERANCE[dtype]
         else:
-            check_quantized(stored[slots], scales[index].flatten(0, 1)[slots], reference)
+            factors = scales[index].transpose(1, 2).flatten(0, 1)
+            check_quantized(stored[slots], factors[slots], reference)
+            assert bool(factors[untouched].isnan().all())
 
 
 def check_quantized(numbers: Tensor, scales: Tensor, reference: Tensor) -> None:
