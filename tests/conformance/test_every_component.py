@@ -48,12 +48,12 @@ def _cases(role: Role) -> list[Any]:
     return cases
 
 
-def _ready(registered: Registered, given: dict[str, Any]) -> tuple[Component, Any]:
+def _ready(registered: Registered, given: dict[str, Any], dtype: str | None = None) -> tuple[Component, Any]:
     component = registered.component
     if registered.unavailable:
         pytest.skip(registered.unavailable)
     options = msgspec.convert(given, component.options)
-    reason = conformance.not_here(component, options, conformance.example_machine())
+    reason = conformance.not_here(component, options, conformance.example_machine(), dtype)
     if reason:
         pytest.skip(reason)
     return component, options
@@ -99,7 +99,7 @@ def test_decoder_emits_what_the_model_says(registered: Registered, given: dict[s
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("registered", "given"), _cases(Role.QUANTIZER))
 def test_quantizer_keeps_its_word(registered: Registered, given: dict[str, Any], dtype: str) -> None:
-    component, options = _ready(registered, given)
+    component, options = _ready(registered, given, dtype)
     conformance.check_quantizer(component, options, dtype=dtype)
 
 

@@ -6,7 +6,13 @@ Each raises `AssertionError` with a sentence that says what is wrong. A plugin's
 """
 
 from infermix.toolkit.conformance.attention import check_attention
-from infermix.toolkit.conformance.component import check_component, example_machine, example_model, not_here
+from infermix.toolkit.conformance.component import (
+    check_component,
+    example_machine,
+    example_model,
+    machine_for,
+    not_here,
+)
 from infermix.toolkit.conformance.decoder import check_decoder
 from infermix.toolkit.conformance.kv import check_kv_layout
 from infermix.toolkit.conformance.quantizer import check_quantizer
@@ -24,6 +30,7 @@ __all__ = [
     "check_transform",
     "example_machine",
     "example_model",
+    "machine_for",
     "not_here",
     "run_to_end",
 ]

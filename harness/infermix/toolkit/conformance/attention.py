@@ -15,7 +15,7 @@ from infermix.roles.batch import Batch
 from infermix.roles.component import Component, meets
 from infermix.roles.kv_store import DenseView, PagedView, RaggedView, View
 from infermix.toolkit.conformance.batches import make_batch
-from infermix.toolkit.conformance.component import DTYPES, example_machine, example_model, usable_dtype
+from infermix.toolkit.conformance.component import DTYPES, example_model, machine_for, usable_dtype
 from infermix.toolkit.plain_attention import plain_attention
 
 #: (query lengths, context lengths): decode, verification, prefill, chunks, and a mix of them.
@@ -59,10 +59,8 @@ def check_attention(
     be zeros; what is not provided must raise `Unsupported`; a batch that is updated in place must be read afresh.
     """
     options = component.options() if options is None else options
-    machine = example_machine()
+    machine = machine_for(component, options)
     needs = component.needs(options, example_model(), machine)
-    if not meets(next((n for n in needs if n.startswith("device:")), f"device:{machine.device}"), machine.provides):
-        machine = example_machine("cpu")
     provided = component.provides(options, example_model(), machine)
     backend: AttentionBackend = component.build(options, None)
     dtype = DTYPES[usable_dtype(needs) or "float32"]

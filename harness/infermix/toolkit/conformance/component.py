@@ -39,14 +39,28 @@ def example_machine(device: str | None = None) -> MachineFacts:
     return MachineFacts("cuda", torch.cuda.get_device_name(), memory, 2, compute_capability=10 * major + minor)
 
 
-def not_here(component: Component, options: Any, machine: MachineFacts) -> str | None:
-    """Why this machine cannot run the component, or `None`."""
+def machine_for(component: Component, options: Any) -> MachineFacts:
+    """This machine with its GPU where the component takes it, as one without where it does not.
+
+    Models and inputs of a check belong on `machine_for(...).device`: a kernel reads no tensor of another device.
+    """
+    machine = example_machine()
+    needs = component.needs(options, example_model(), machine)
+    accepted = all(meets(need, machine.provides) for need in needs if need.startswith("device:"))
+    return machine if accepted else example_machine("cpu")
+
+
+def not_here(component: Component, options: Any, machine: MachineFacts, dtype: str | None = None) -> str | None:
+    """Why this machine cannot run the component (in `dtype`, where one is given), or `None`."""
     needs = component.needs(options, example_model(), machine)
     unmet = [
         need for need in sorted(needs) if need.startswith(("device:", "sm:")) and not meets(need, machine.provides)
     ]
     if unmet:
         return f"{component.name} needs {', '.join(unmet)}"
+    refused = [need for need in needs if need.startswith("dtype:") and f"dtype:{dtype}" not in need.split("|")]
+    if dtype and refused:
+        return f"{component.name} needs {', '.join(refused)}, not {dtype}"
     return None if usable_dtype(needs) else f"{component.name} runs in none of {', '.join(DTYPES)}"
 
 

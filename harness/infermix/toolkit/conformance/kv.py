@@ -13,7 +13,7 @@ from infermix.errors import UserError
 from infermix.roles.component import Component
 from infermix.roles.kv_space import KVBudget, KVGroup, KVLayout, KVShape
 from infermix.toolkit.conformance.batches import make_batch
-from infermix.toolkit.conformance.component import example_machine, example_model
+from infermix.toolkit.conformance.component import example_machine, example_model, machine_for
 from infermix.toolkit.conformance.kv_swap import check_kv_swap
 
 #: Two groups of different shape and window, keys wider than values in the second.
@@ -21,14 +21,20 @@ GROUPS = (KVGroup((0, 2), 2, 8, 8), KVGroup((1,), 1, 12, 4, window=5))
 BUDGET = KVBudget(max_num_seqs=4, max_model_len=40, element_bytes=4)
 
 
-def check_kv_layout(component: Component, options: Any = None, *, steps: int = 60, seed: int = 0) -> None:
-    """Sizes, bytes, and a random walk of reserve, write, view, truncate, fork, release over both halves."""
+def check_kv_layout(
+    component: Component, options: Any = None, *, steps: int = 60, seed: int = 0, device: str | None = None
+) -> None:
+    """Sizes, bytes, and a random walk of reserve, write, view, truncate, fork, release over both halves.
+
+    The store is on `device`, by default on CUDA where there is one and the layout takes it.
+    """
     options = component.options() if options is None else options
     layout: KVLayout = component.build(options, None)
-    provided = component.provides(options, example_model(), example_machine("cpu"))
+    device = machine_for(component, options).device if device is None else device
+    provided = component.provides(options, example_model(), example_machine(device))
     shape = layout.shape(GROUPS, BUDGET)
-    _check_sizes(layout, shape, provided)
-    life = _Life(layout, shape, provided, random.Random(seed))
+    _check_sizes(layout, shape, provided, device)
+    life = _Life(layout, shape, provided, random.Random(seed), device)
     for _ in range(steps):
         life.step()
     life.end()
@@ -37,10 +43,10 @@ def check_kv_layout(component: Component, options: Any = None, *, steps: int = 6
         check_kv_swap(layout, shape)
 
 
-def _check_sizes(layout: KVLayout, shape: KVShape, provided: frozenset[str]) -> None:
+def _check_sizes(layout: KVLayout, shape: KVShape, provided: frozenset[str], device: str) -> None:
     full = sum(group.bytes_per_token(BUDGET.element_bytes) for group in GROUPS)
     assert shape.bytes_per_token in (0, full), f"{shape.bytes_per_token} bytes a token, expected {full}"
-    store = layout.store(shape, "cpu", torch.float32)
+    store = layout.store(shape, device, torch.float32)
     held = store.allocated_bytes()
     if "kv:preallocated" in provided:
         assert held == shape.bytes, f"the shape says {shape.bytes} bytes, the store holds {held}"
@@ -84,10 +90,12 @@ def _check_full(layout: KVLayout, shape: KVShape) -> None:
 class _Life:
     """Sequences with known tokens: for each, K and V per layer as they must come back."""
 
-    def __init__(self, layout: KVLayout, shape: KVShape, provided: frozenset[str], rng: random.Random) -> None:
-        self.shape, self.provided, self.rng = shape, provided, rng
+    def __init__(
+        self, layout: KVLayout, shape: KVShape, provided: frozenset[str], rng: random.Random, device: str
+    ) -> None:
+        self.shape, self.provided, self.rng, self.device = shape, provided, rng, device
         self.space = layout.space(shape)
-        self.store = layout.store(shape, "cpu", torch.float32)
+        self.store = layout.store(shape, device, torch.float32)
         self.known: dict[int, dict[int, tuple[Tensor, Tensor]]] = {}
         self.next_id = 0
 
@@ -150,6 +158,7 @@ class _Life:
             sink_block=self.shape.sink_block,
             num_groups=len(GROUPS),
             width=self.shape.blocks_per_seq,
+            device=self.device,
         )
         for index, group in enumerate(GROUPS):
             for layer in group.layers:
@@ -220,6 +229,6 @@ class _Life:
         group = next(group for group in GROUPS if layer in group.layers)
         generator = torch.Generator().manual_seed(self.rng.getrandbits(32))
         return (
-            torch.randn(count, group.num_kv_heads, group.key_dim, generator=generator),
-            torch.randn(count, group.num_kv_heads, group.value_dim, generator=generator),
+            torch.randn(count, group.num_kv_heads, group.key_dim, generator=generator).to(self.device),
+            torch.randn(count, group.num_kv_heads, group.value_dim, generator=generator).to(self.device),
         )

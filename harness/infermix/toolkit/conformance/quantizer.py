@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from infermix.roles.component import Component
 from infermix.roles.quantizer import Quantizer, QuantizerContext
+from infermix.toolkit.conformance.component import machine_for
 
 #: Wide enough for groups of 256 weights.
 WIDTH = 256
@@ -31,14 +32,17 @@ class _SmallModel(nn.Module):
 
 
 def check_quantizer(
-    component: Component, options: Any = None, *, device: str = "cpu", dtype: str = "float32"
+    component: Component, options: Any = None, *, device: str | None = None, dtype: str = "float32"
 ) -> float:
     """Apply it to a small model; returns the relative error of the logits (0 for a lossless one).
+
+    Runs on `device`, by default on CUDA where there is one and the quantizer takes it.
 
     Checks the report against the model: kernels name real modules, bits per weight are those of `weight_bits` plus
     at most one bit of scales, the tied head stays tied, and the error is what so many bits allow.
     """
     options = component.options() if options is None else options
+    device = machine_for(component, options).device if device is None else device
     quantizer: Quantizer = component.build(options, None)
     assert isinstance(dict(quantizer.load_arguments()), dict)
     torch.manual_seed(0)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from infermix.roles.component import Component
 from infermix.roles.transform import STAGES, ModelTransform, TransformContext, TransformReport
-from infermix.toolkit.conformance.component import example_model
+from infermix.toolkit.conformance.component import example_model, machine_for
 
 #: Rotary positions, RMS norms, gated MLP and fewer KV heads; learned positions, layer norms, biases, merged q/k/v.
 TRANSFORM_FAMILIES = ("llama", "gpt2")
@@ -25,16 +25,19 @@ def check_transform(
     options: Any = None,
     *,
     family: str = "llama",
-    device: str = "cpu",
+    device: str | None = None,
     dtype: str = "float32",
 ) -> TransformReport:
     """Apply it to a tiny random model of a family; returns its report.
+
+    Runs on `device`, by default on CUDA where there is one and the transform takes it.
 
     The logits of inputs of several lengths stay the same up to rounding, also when asked twice, and the report fits:
     it names the component, counts what it replaced, and verifies only kinds that it replaced. A report that replaced
     nothing has to say why. A lossy transform may change the logits by any finite amount.
     """
     options = component.options() if options is None else options
+    device = machine_for(component, options).device if device is None else device
     transform: ModelTransform = component.build(options, None)
     assert transform.stage in STAGES, f"{component.name} has stage {transform.stage!r}, expected one of {STAGES}"
     model = _tiny_model(family).to(device, getattr(torch, dtype))
