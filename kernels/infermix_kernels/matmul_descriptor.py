@@ -11,7 +11,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from infermix_kernels.checks import require
 from infermix_kernels.dependent import wait_for_inputs
 from infermix_kernels.matmul_launch import MatmulLaunch
-from infermix_kernels.matmul_tile import store_product, tile_of
+from infermix_kernels.matmul_tile import multiply, store_product, tile_of
 
 
 @triton.jit
@@ -34,6 +34,7 @@ def descriptor_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
+    PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """`x [M, K] w [N, K]^T`, both in one dtype. Grid: any number of programs, which share the tiles.
@@ -49,7 +50,7 @@ def descriptor_kernel(
         for step in range(tl.cdiv(K, BLOCK_K)):
             xs = x.load([tile_m * BLOCK_M, step * BLOCK_K])
             ws = w.load([tile_n * BLOCK_N, step * BLOCK_K])
-            acc = tl.dot(xs, tl.trans(ws), acc, out_dtype=SUM)
+            acc = multiply(xs, ws, acc, False, PRECISION)
         rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
         columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
         store_product(
@@ -102,6 +103,7 @@ def descriptor_product(
         BLOCK_N=launch.block_n,
         BLOCK_K=launch.block_k,
         GROUP_M=launch.group_m,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         PDL=pdl,
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,

@@ -62,8 +62,20 @@ def store_product(
 
 @triton.jit
 def multiply(x, w, acc, SWAP: tl.constexpr, PRECISION: tl.constexpr):
-    """`acc += x w^T`, or its transpose."""
-    if SWAP:
+    """`acc += x w^T`, or its transpose.
+
+    fp32 operands (PRECISION "ieee") meet on no tensor core: one multiply-add after the other rounds the sum, whose
+    error grows with the square root of the number of columns (1.1e-6 of the result for 4,096). So the columns of a
+    step are summed on their own, and the step is added: 2e-7. `max_num_imprecise_acc` means nothing for fp32; it
+    keeps the compiler from turning the addition back into an accumulator of the product.
+    """
+    if PRECISION == "ieee":
+        if SWAP:
+            part = tl.dot(w, tl.trans(x), input_precision=PRECISION, max_num_imprecise_acc=1)
+        else:
+            part = tl.dot(x, tl.trans(w), input_precision=PRECISION, max_num_imprecise_acc=1)
+        return acc + part
+    elif SWAP:
         return tl.dot(w, tl.trans(x), acc, input_precision=PRECISION, out_dtype=acc.dtype)
     else:
         return tl.dot(x, tl.trans(w), acc, input_precision=PRECISION, out_dtype=acc.dtype)

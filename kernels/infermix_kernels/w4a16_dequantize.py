@@ -10,7 +10,7 @@ from torch import Tensor
 from infermix_kernels.checks import interpreted, require, require_device, require_rows
 from infermix_kernels.pack import RUN, PackedW4
 from infermix_kernels.w4a16_tile import load_zeros
-from infermix_kernels.w4a16_unpack import offset_of, unpack_plane
+from infermix_kernels.w4a16_unpack import offset_of, scaled_plane
 
 #: Elements of the room for expanded weights that is allocated when none is given: 64 MiB in 16 bits.
 DEFAULT_ROOM = 1 << 25
@@ -38,9 +38,7 @@ def dequantize_kernel(
         offset = offset_of(load_zeros(zeros, group, features, N, num_groups, HAS_ZEROS), DTYPE, ASM)
         for within in tl.static_range(PLANES):
             columns = run * 256 + (part * PLANES + within) * 32 + ks
-            values = unpack_plane(
-                packed, offset[:, None], scale.to(DTYPE)[:, None], part * PLANES + within, True, ASM
-            )  # fmt: skip
+            values = scaled_plane(packed, offset[:, None], scale[:, None], part * PLANES + within, ASM)
             at = tile.to(tl.int64)[:, None] * stride_out + columns[None, :]
             tl.store(out + at, values, mask=valid & (columns < K)[None, :])
 

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from infermix_kernels.dependent import wait_for_inputs
 from infermix_kernels.matmul_tile import join_splits, store_product, tile_of
-from infermix_kernels.w4a16_unpack import offset_of, unpack_plane
+from infermix_kernels.w4a16_unpack import offset_of, scaled_plane, unpack_plane
 
 
 @triton.jit
@@ -91,9 +91,12 @@ def w4_tile_kernel(
                 if not EVEN_K:
                     mask = mask & (start + ks < K)[None, :]
                 xs = tl.load(x_at + start, mask=mask, other=0.0)
-                weights = unpack_plane(
-                    packed, offset[:, None], scale.to(DTYPE)[:, None], part * PLANES + within, SCALE_WEIGHTS, ASM
-                )
+                if SCALE_WEIGHTS:
+                    weights = scaled_plane(packed, offset[:, None], scale[:, None], part * PLANES + within, ASM)
+                else:
+                    weights = unpack_plane(
+                        packed, offset[:, None], offset[:, None], part * PLANES + within, False, ASM
+                    )
                 total = tl.dot(weights, tl.trans(xs), total, input_precision=PRECISION)
             if SCALE_WEIGHTS:
                 acc = total

@@ -52,6 +52,19 @@ def unpack_plane(words, offset, scale, PLANE: tl.constexpr, SCALED: tl.constexpr
 
 
 @triton.jit
+def scaled_plane(words, offset, scale, PLANE: tl.constexpr, ASM: tl.constexpr):
+    """`(q - zero) * scale` of nibble PLANE of each word, rounded once to the dtype of `offset`.
+
+    A scale of another dtype must not be rounded to it first: it would be the second rounding of every weight.
+    """
+    if scale.dtype == offset.dtype:
+        return unpack_plane(words, offset, scale, PLANE, True, ASM)
+    else:
+        exact = unpack_plane(words, offset, offset, PLANE, False, ASM)
+        return (exact.to(tl.float32) * scale.to(tl.float32)).to(offset.dtype)
+
+
+@triton.jit
 def offset_of(zeros, DTYPE: tl.constexpr, ASM: tl.constexpr):
     """Minus zero point, and minus the constant that the assembly leaves on the nibbles."""
     if not ASM:
