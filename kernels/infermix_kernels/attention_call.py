@@ -135,13 +135,14 @@ class Call:
             rows,
             self.block_size,
             crowded,
+            self.keys.dtype == torch.float8_e4m3fn,
         )
 
-    def split_class(self, max_query_len: int) -> ShapeClass:
-        """The class of this call when its contexts are split."""
+    def split_class(self, max_query_len: int, device: torch.device | None = None) -> ShapeClass:
+        """The class of this call when its contexts are split on `device` (default: that of the tensors)."""
         rows = min(max(16, triton.next_power_of_2(max_query_len * self.group)), MAX_SPLIT_ROWS)
         units, _, _ = self.units(rows, max_query_len)
-        return self.shape_class("split", rows, crowded=2 * units > num_multiprocessors(self.q.device))
+        return self.shape_class("split", rows, crowded=2 * units > num_multiprocessors(device or self.q.device))
 
     def units(self, block_rows: int, max_query_len: int) -> tuple[int, int, Geometry]:
         """Programs without a split, row tiles of a sequence, and how its rows are folded."""

@@ -38,14 +38,16 @@ def _find(launches: LaunchTable | None, shape: ShapeClass) -> Launch:
     return default_launch(shape) if launches is None else launches.find(shape)
 
 
-def splits_pay(call: Call, max_query_len: int, max_context_len: int, tree: bool) -> bool:
+def splits_pay(
+    call: Call, max_query_len: int, max_context_len: int, tree: bool, device: torch.device | None = None
+) -> bool:
     """Rows of a sequence fit one tile, or long queries would leave most of the device idle over a long context."""
     if tree or max_query_len * call.group <= 64:
         return True
     if max_context_len < 1024:
         return False
     programs = call.num_seqs * call.keys.shape[2] * -(-max_query_len * call.group // MAX_SPLIT_ROWS)
-    return 2 * programs <= num_multiprocessors(call.q.device)
+    return 2 * programs <= num_multiprocessors(device or call.q.device)
 
 
 def prepare(

@@ -5,8 +5,6 @@ Several weights that share an input (q, k and v; gate and up) are one product ov
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -14,22 +12,23 @@ from torch import Tensor
 
 from infermix_kernels.checks import require, require_device, require_floats, require_rows, require_vector
 from infermix_kernels.dependent import wait_for_inputs
-from infermix_kernels.matmul import new_output, product, rows_tile
-from infermix_kernels.matmul_launch import MatmulLaunch, MatmulWorkspace, check_matrix, launch_for_fp32, split_for
+from infermix_kernels.matmul import measured_launch, new_output, product, rows_tile
+from infermix_kernels.matmul_launch import (
+    GemvLaunch,
+    MatmulLaunch,
+    MatmulWorkspace,
+    check_matrix,
+    launch_for_fp32,
+    split_for,
+)
+from infermix_kernels.matmul_table import LinearShape, MatmulTable
+
+__all__ = ["MAX_ROWS", "GemvLaunch", "default_launch", "gemv_kernel", "skinny_linear"]
 
 #: More rows than this are better left to a general matrix product.
 MAX_ROWS = 16
 #: Programs that keep a large device busy.
 _PROGRAMS = 256
-
-
-@dataclass(frozen=True)
-class GemvLaunch:
-    """A program computes `block_n` output features, `block_k` columns a step."""
-
-    block_n: int = 1
-    block_k: int = 1024
-    num_warps: int = 4
 
 
 @triton.jit
@@ -82,24 +81,35 @@ def skinny_linear(
     out: Tensor | None = None,
     workspace: MatmulWorkspace | None = None,
     launch: GemvLaunch | MatmulLaunch | None = None,
+    launches: MatmulTable | None = None,
     pdl: bool = False,
 ) -> Tensor:
     """`x [M, K] weight [N, K]^T + bias [N]` for 1 to 16 rows, in one dtype, summed in fp32.
 
-    With a `workspace`, narrow weights are split over more programs. `pdl`: see `infermix_kernels.dependent`.
+    With a `workspace`, narrow weights are split over more programs. `launches` holds measured launch parameters,
+    `launch` overrides them. `pdl`: see `infermix_kernels.dependent`.
     """
     require(x.dim() == 2 and 1 <= x.shape[0] <= MAX_ROWS, f"x has shape {list(x.shape)}; 1 to {MAX_ROWS} rows fit")
     require_floats(x=x, weight=weight)
     out = new_output(x, weight.shape[0], x.dtype, out)
     if launch is None:
-        launch = default_launch(x.shape[0], weight.shape[0], weight.shape[1])
-        if x.dtype == torch.float32 and isinstance(launch, MatmulLaunch):
-            launch = launch_for_fp32(launch)
+        launch = _launch(x, weight, launches)
     if isinstance(launch, MatmulLaunch):
         product(x, weight, out, launch, bias=bias, workspace=workspace, pdl=pdl)
     else:
         _gemv(x, weight, bias, out, launch, pdl)
     return out
+
+
+def _launch(x: Tensor, weight: Tensor, launches: MatmulTable | None) -> GemvLaunch | MatmulLaunch:
+    shape = LinearShape("skinny", *weight.shape, element_bytes=x.element_size())
+    found = measured_launch(launches, shape, x, weight)
+    if isinstance(found, GemvLaunch | MatmulLaunch):
+        return found
+    launch = default_launch(x.shape[0], weight.shape[0], weight.shape[1])
+    if x.dtype == torch.float32 and isinstance(launch, MatmulLaunch):
+        return launch_for_fp32(launch)
+    return launch
 
 
 def default_launch(num_rows: int, num_columns: int, width: int) -> GemvLaunch | MatmulLaunch:

@@ -1,24 +1,31 @@
 """Launch parameters of the attention kernels: defaults by shape class, measured ones from a file per machine.
 
-Nothing is ever measured inside an ordinary call: `tune` is called on its own, and its result is looked up later in a
-`LaunchTable` that the caller hands in.
+Nothing is ever measured inside an ordinary call: `infermix_kernels.tune` is called on its own, and its result is
+looked up later in a `LaunchTable` that the caller hands in.
 """
 
 from __future__ import annotations
 
-import itertools
-import json
-import os
-import re
-import tempfile
-from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import triton
+
+from infermix_kernels.measured import MeasuredTable, num_multiprocessors
+
+__all__ = [
+    "Launch",
+    "LaunchTable",
+    "ShapeClass",
+    "axes",
+    "converts_fp8",
+    "default_launch",
+    "fits",
+    "num_multiprocessors",
+    "overlaps_launches",
+]
 
 #: Shared memory that one program may use on the smallest device with tensor-core tiles of this size.
 _SHARED_BYTES = 227 * 1024
@@ -57,12 +64,14 @@ class ShapeClass:
     rows: int
     block_size: int
     crowded: bool = True
+    fp8: bool = False
 
     @property
     def key(self) -> str:
         return (
-            f"{self.kernel} q{self.element_bytes} kv{self.kv_bytes} dim{self.key_dim}x{self.value_dim} "
-            f"rows{self.rows} block{self.block_size}{'' if self.crowded else ' few'}"
+            f"{self.kernel} q{self.element_bytes} kv{self.kv_bytes}{' fp8' if self.fp8 else ''} "
+            f"dim{self.key_dim}x{self.value_dim} rows{self.rows} block{self.block_size}"
+            f"{'' if self.crowded else ' few'}"
         )
 
 
@@ -102,27 +111,25 @@ def _default_quantized(shape: ShapeClass) -> Launch:
     return Launch(16, 64, 2, 3, 8, 200) if shape.crowded else Launch(16, 128, 4, 3, 2)
 
 
-def candidates(shape: ShapeClass) -> Iterator[Launch]:
-    """What `tune` tries: every combination that fits into shared memory."""
-    prefill = shape.kernel == "prefill"
-    rows = (64, 128) if prefill else (shape.rows,)
-    aims = (1,) if prefill else (2, 4, 8)
-    registers = (0, 128) if prefill else (0,)
-    described = (False, True) if prefill and shape.kv_bytes == 2 else (False,)
-    for block_rows, tokens, warps, stages in itertools.product(rows, (32, 64, 128), (2, 4, 8), (2, 3, 4)):
-        per_token = shape.kv_bytes * (shape.key_dim + shape.value_dim)
-        if tokens * per_token * stages + block_rows * shape.key_dim * shape.element_bytes > _SHARED_BYTES:
-            continue
-        for aim, limit, copy in itertools.product(aims, registers, described):
-            yield Launch(block_rows, tokens, warps, stages, aim, limit, copy)
+def fits(shape: ShapeClass, launch: Launch) -> bool:
+    """Whether the tiles of a launch fit into shared memory."""
+    per_token = shape.kv_bytes * (shape.key_dim + shape.value_dim)
+    queries = launch.block_rows * shape.key_dim * shape.element_bytes
+    return launch.block_tokens * per_token * launch.num_stages + queries <= _SHARED_BYTES
 
 
-@cache
-def num_multiprocessors(device: torch.device) -> int:
-    """Multiprocessors of a CUDA device; a small number elsewhere, where kernels are only interpreted."""
-    if device.type != "cuda":
-        return 4
-    return torch.cuda.get_device_properties(device).multi_processor_count
+def axes(shape: ShapeClass) -> dict[str, tuple[Any, ...]]:
+    """What tuning varies, one parameter after the other."""
+    varied: dict[str, tuple[Any, ...]] = {
+        "block_tokens": (32, 64, 128),
+        "num_warps": (2, 4, 8),
+        "num_stages": (2, 3, 4, 5),
+    }
+    if shape.kernel == "split":
+        return {**varied, "programs_per_sm": (1, 2, 4, 8)}
+    if shape.kv_bytes == 2:
+        varied["described"] = (False, True)
+    return {"block_rows": (64, 128), **varied, "max_registers": (0, 128)}
 
 
 @cache
@@ -137,76 +144,34 @@ def converts_fp8(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-def machine_name(device: torch.device) -> str:
-    """Names the file of measured parameters: device, its size, and the compiler that they were measured with."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    text = f"{name}-{num_multiprocessors(device)}sm-triton{triton.__version__}"
-    return re.sub(r"[^A-Za-z0-9.]+", "-", text)
-
-
 class LaunchTable:
-    """Measured launch parameters of one machine, read once, kept in `directory/attention-<machine>.json`."""
+    """Measured launch parameters of attention on one machine, read once from `directory/attention-<machine>.json`."""
 
     def __init__(self, directory: Path, device: torch.device) -> None:
-        self.path = directory / f"attention-{machine_name(device)}.json"
+        self._table = MeasuredTable(directory, "attention", device)
         self._launches: dict[ShapeClass, Launch] = {}
-        self._entries: dict[str, dict[str, Any]] = {}
-        if self.path.exists():
-            self._entries = json.loads(self.path.read_text())
+
+    @property
+    def path(self) -> Path:
+        return self._table.path
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def __contains__(self, shape: ShapeClass) -> bool:
+        """Whether the class was measured."""
+        return shape.key in self._table
 
     def find(self, shape: ShapeClass) -> Launch:
         """The measured parameters of a shape class, its defaults when it was never measured."""
         launch = self._launches.get(shape)
         if launch is None:
-            entry = self._entries.get(shape.key)
-            launch = Launch(**entry["launch"]) if entry else default_launch(shape)
+            entry = self._table.get(shape.key)
+            launch = default_launch(shape) if entry is None else Launch(**entry)
             self._launches[shape] = launch
         return launch
 
     def store(self, shape: ShapeClass, launch: Launch, seconds: float) -> None:
-        """Remember the best parameters and their time; the file is replaced in one piece."""
+        """Remember the best parameters and their time."""
         self._launches[shape] = launch
-        self._entries[shape.key] = {"launch": asdict(launch), "seconds": seconds}
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=self.path.parent, suffix=".json")
-        with os.fdopen(handle, "w") as file:
-            json.dump(self._entries, file, indent=1, sort_keys=True)
-        os.replace(temporary, self.path)
-
-
-def tune(
-    shape: ShapeClass,
-    run: Callable[[Launch], object],
-    table: LaunchTable,
-    *,
-    among: Iterable[Launch] | None = None,
-    measure: Callable[[Callable[[], object]], float] | None = None,
-) -> Launch:
-    """Measure `run(launch)` for each candidate, store the fastest and return it.
-
-    `run` launches the kernel once; `measure` returns seconds (default: the median of `triton.testing.do_bench`).
-    Candidates that the device has no resources for are skipped; raises `RuntimeError` when none is left.
-    """
-    timed = [
-        (seconds, launch)
-        for launch in (candidates(shape) if among is None else among)
-        if (seconds := _seconds(run, launch, measure or _median_seconds)) is not None
-    ]
-    if not timed:
-        raise RuntimeError(f"no launch parameters work for {shape.key}")
-    seconds, best = min(timed, key=lambda pair: pair[0])
-    table.store(shape, best, seconds)
-    return best
-
-
-def _seconds(
-    run: Callable[[Launch], object], launch: Launch, measure: Callable[[Callable[[], object]], float]
-) -> float | None:
-    try:
-        return measure(lambda: run(launch))
-    except triton.runtime.errors.OutOfResources:
-        return None
-
-
-def _median_seconds(call: Callable[[], object]) -> float:
-    return triton.testing.do_bench(call, warmup=5, rep=30, return_mode="median") / 1e3
+        self._table.store(shape.key, asdict(launch), seconds)

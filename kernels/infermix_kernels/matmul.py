@@ -8,8 +8,9 @@ from torch import Tensor
 
 from infermix_kernels.checks import require, require_device, require_rows, require_shape, require_vector
 from infermix_kernels.launch import num_multiprocessors
-from infermix_kernels.matmul_descriptor import descriptor_product
+from infermix_kernels.matmul_descriptor import descriptor_product, fits_descriptors
 from infermix_kernels.matmul_launch import MatmulLaunch, MatmulWorkspace, check_matrix, split_for, usable_split
+from infermix_kernels.matmul_table import LinearLaunch, LinearShape, MatmulTable
 from infermix_kernels.matmul_tile import PER_CHANNEL, PER_GROUP, UNSCALED, product_kernel
 
 
@@ -113,6 +114,16 @@ def new_output(x: Tensor, num_columns: int, dtype: torch.dtype, out: Tensor | No
         return torch.empty(x.shape[0], num_columns, dtype=dtype, device=x.device)
     require(out.dtype == dtype, f"out is {out.dtype}, must be {dtype}")
     return out
+
+
+def measured_launch(
+    launches: MatmulTable | None, shape: LinearShape, x: Tensor, weight: Tensor
+) -> LinearLaunch | None:
+    """What was measured for such a linear and so many rows, where these tensors allow it."""
+    found = None if launches is None else launches.find(shape, x.shape[0])
+    if isinstance(found, MatmulLaunch) and found.descriptors and not fits_descriptors(x, weight):
+        return None
+    return found
 
 
 def rows_tile(num_rows: int, most: int) -> int:

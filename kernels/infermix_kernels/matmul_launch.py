@@ -1,4 +1,4 @@
-"""Tiles, splits and scratch memory of the matrix products."""
+"""Launches, splits and scratch memory of the matrix products."""
 
 from __future__ import annotations
 
@@ -32,6 +32,38 @@ class MatmulLaunch:
 
     def num_tiles(self, rows: int, columns: int) -> int:
         return triton.cdiv(rows, self.block_m) * triton.cdiv(columns, self.block_n)
+
+
+@dataclass(frozen=True)
+class GemvLaunch:
+    """One row of 16 or 32 bits: a program computes `block_n` output features, `block_k` columns a step."""
+
+    block_n: int = 1
+    block_k: int = 1024
+    num_warps: int = 4
+
+
+@dataclass(frozen=True)
+class DotLaunch:
+    """One row of int8: a program computes `block_n` output features, `4 * block_words` columns a step."""
+
+    block_n: int = 4
+    block_words: int = 512
+    num_warps: int = 4
+
+
+@dataclass(frozen=True)
+class RowLaunch:
+    """One row, quantized by every program for itself: `block_n` output features, `4 * block_words` columns a step."""
+
+    block_n: int = 8
+    block_words: int = 512
+    num_warps: int = 4
+
+
+@dataclass(frozen=True)
+class ExpandLaunch:
+    """4-bit weights are expanded to 16 bits, then multiplied by cuBLAS."""
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,9 @@ from infermix_kernels.checks import (
     require_shape,
     require_vector,
 )
-from infermix_kernels.matmul import new_output, rows_tile
+from infermix_kernels.matmul import measured_launch, new_output, rows_tile
 from infermix_kernels.matmul_launch import (
+    ExpandLaunch,
     MatmulLaunch,
     MatmulWorkspace,
     check_matrix,
@@ -25,6 +26,7 @@ from infermix_kernels.matmul_launch import (
     split_for,
     usable_split,
 )
+from infermix_kernels.matmul_table import LinearShape, MatmulTable
 from infermix_kernels.pack import PLANE, RUN, PackedW4
 from infermix_kernels.w4a16_dequantize import dequantized_product
 from infermix_kernels.w4a16_tile import w4_tile_kernel
@@ -69,7 +71,8 @@ def w4a16_linear(
     scratch: Tensor | None = None,
     workspace: MatmulWorkspace | None = None,
     room: Tensor | None = None,
-    launch: MatmulLaunch | None = None,
+    launch: MatmulLaunch | ExpandLaunch | None = None,
+    launches: MatmulTable | None = None,
     pdl: bool = False,
 ) -> Tensor:
     """`x [M, K] weight^T + bias [N]`, in x's dtype, summed in fp32.
@@ -77,6 +80,7 @@ def w4a16_linear(
     `scratch [M, K]` holds x in the order of an act-order weight. Small tiles scale the sum of each group, large ones
     round scaled weights to x's dtype first (`MatmulLaunch.block_m` above 64). More than MAX_TILED_ROWS rows of 16-bit
     x are multiplied by weights that were expanded before, in pieces that fit into `room` (see `dequantized_product`).
+    `launches` holds measured launch parameters, `launch` overrides them.
     """
     _check(x, weight, bias)
     out = new_output(x, weight.out_features, x.dtype, out)
@@ -86,18 +90,43 @@ def w4a16_linear(
         return out
     if weight.order is not None:
         x = gather_columns(x, weight.order, out=scratch)
-    if launch is None and x.shape[0] > MAX_TILED_ROWS and x.dtype != torch.float32:
+    if launch is None:
+        launch = _launch(x, weight, launches)
+    if isinstance(launch, ExpandLaunch):
         dequantized_product(x, weight, bias, out, room)
     else:
-        if launch is None:
-            launch = default_launch(x.shape[0], weight.out_features, weight.in_features)
-            launch = launch_for_fp32(launch, RUN) if x.dtype == torch.float32 else launch
         _tiles(x, weight, bias, out, launch, workspace, pdl)
     return out
 
 
-def default_launch(num_rows: int, num_columns: int, width: int) -> MatmulLaunch:
+def shape_of(x: Tensor, weight: PackedW4) -> LinearShape:
+    """The key of measured launches."""
+    return LinearShape(
+        "w4a16",
+        weight.out_features,
+        weight.in_features,
+        weight.group_size,
+        weight.zeros is not None,
+        x.element_size(),
+    )
+
+
+def _launch(x: Tensor, weight: PackedW4, launches: MatmulTable | None) -> MatmulLaunch | ExpandLaunch:
+    found = measured_launch(launches, shape_of(x, weight), x, weight.words)
+    if isinstance(found, MatmulLaunch | ExpandLaunch):
+        return found
+    if x.dtype == torch.float32:
+        return launch_for_fp32(tile_launch(x.shape[0], weight.out_features, weight.in_features), RUN)
+    return default_launch(x.shape[0], weight.out_features, weight.in_features)
+
+
+def default_launch(num_rows: int, num_columns: int, width: int) -> MatmulLaunch | ExpandLaunch:
     """What was best on an H200 for the four linears of an 8B layer."""
+    return ExpandLaunch() if num_rows > MAX_TILED_ROWS else tile_launch(num_rows, num_columns, width)
+
+
+def tile_launch(num_rows: int, num_columns: int, width: int) -> MatmulLaunch:
+    """The tiles of any number of rows."""
     wide, steps = num_columns >= 16384, triton.cdiv(width, RUN)
     split = split_for(triton.cdiv(num_columns, 64), steps, _PROGRAMS)
     if num_rows > 64:

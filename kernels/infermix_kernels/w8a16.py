@@ -7,8 +7,9 @@ import triton
 from torch import Tensor
 
 from infermix_kernels.checks import require, require_floats
-from infermix_kernels.matmul import new_output, product, rows_tile
+from infermix_kernels.matmul import measured_launch, new_output, product, rows_tile
 from infermix_kernels.matmul_launch import MatmulLaunch, MatmulWorkspace, launch_for_fp32, split_for
+from infermix_kernels.matmul_table import LinearShape, MatmulTable
 
 DTYPES = (torch.int8, torch.float8_e4m3fn)
 _PROGRAMS = 384
@@ -23,12 +24,13 @@ def w8a16_linear(
     out: Tensor | None = None,
     workspace: MatmulWorkspace | None = None,
     launch: MatmulLaunch | None = None,
+    launches: MatmulTable | None = None,
     pdl: bool = False,
 ) -> Tensor:
     """`x [M, K] (weight [N, K] * weight_scale)^T + bias [N]`, in x's dtype.
 
     `weight_scale` is `[N]`, or `[groups, N]` for equal groups of at least 32 columns. Weights are converted to x's
-    dtype without loss and scaled after the product.
+    dtype without loss and scaled after the product. `launches` holds measured launch parameters.
     """
     require_floats(x=x)
     require(weight.dtype in DTYPES, f"weight is {weight.dtype}, must be int8 or float8_e4m3fn")
@@ -36,10 +38,19 @@ def w8a16_linear(
     require(group % 32 == 0 or group == weight.shape[1], f"groups of {group} columns, must be a multiple of 32")
     out = new_output(x, weight.shape[0], x.dtype, out)
     if launch is None:
-        launch = default_launch(x.shape[0], weight.shape[0], weight.shape[1], group)
-        launch = launch_for_fp32(launch) if x.dtype == torch.float32 else launch
+        launch = _launch(x, weight, group, launches)
     product(x, weight, out, launch, weight_scale=weight_scale, bias=bias, workspace=workspace, pdl=pdl)
     return out
+
+
+def _launch(x: Tensor, weight: Tensor, group: int, launches: MatmulTable | None) -> MatmulLaunch:
+    in_groups = 0 if group == weight.shape[1] else group
+    shape = LinearShape("w8a16", *weight.shape, group_size=in_groups, element_bytes=x.element_size())
+    found = measured_launch(launches, shape, x, weight)
+    if isinstance(found, MatmulLaunch):
+        return found
+    launch = default_launch(x.shape[0], weight.shape[0], weight.shape[1], group)
+    return launch_for_fp32(launch) if x.dtype == torch.float32 else launch
 
 
 def group_size(weight: Tensor, weight_scale: Tensor) -> int:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -11,33 +9,15 @@ from torch import Tensor
 
 from infermix_kernels.checks import interpreted, require, require_floats
 from infermix_kernels.dependent import wait_for_inputs
-from infermix_kernels.matmul import byte_launch, check_product, new_output, product
-from infermix_kernels.matmul_launch import MatmulLaunch, MatmulWorkspace
+from infermix_kernels.matmul import byte_launch, check_product, measured_launch, new_output, product
+from infermix_kernels.matmul_launch import DotLaunch, MatmulLaunch, MatmulWorkspace, RowLaunch
+from infermix_kernels.matmul_table import LinearShape, MatmulTable
 from infermix_kernels.quantize import quantize_rows
+from infermix_kernels.w8a8_row import dot_bytes, row_linear, takes_row
+
+__all__ = ["DotLaunch", "default_launch", "int8_gemv_kernel", "int8_product", "w8a8_linear"]
 
 _PROGRAMS = 384
-
-
-@dataclass(frozen=True)
-class DotLaunch:
-    """One row: a program computes `block_n` output features, `4 * block_words` columns a step."""
-
-    block_n: int = 4
-    block_words: int = 512
-    num_warps: int = 4
-
-
-@triton.jit
-def dot_bytes(a, b, acc, ASM: tl.constexpr):
-    """`acc` plus the inner products of four signed bytes each, packed in int32."""
-    if ASM:
-        return tl.inline_asm_elementwise(
-            "dp4a.s32.s32 $0, $1, $2, $3;", "=r,r,r,r", [a, b, acc], dtype=tl.int32, is_pure=True, pack=1
-        )
-    else:
-        for shift in tl.static_range(0, 32, 8):
-            acc += ((a << (24 - shift)) >> 24) * ((b << (24 - shift)) >> 24)
-        return acc
 
 
 @triton.jit
@@ -93,18 +73,25 @@ def w8a8_linear(
     out: Tensor | None = None,
     scratch: tuple[Tensor, Tensor] | None = None,
     workspace: MatmulWorkspace | None = None,
-    launch: MatmulLaunch | DotLaunch | None = None,
+    launch: MatmulLaunch | DotLaunch | RowLaunch | None = None,
+    launches: MatmulTable | None = None,
     pdl: bool = False,
 ) -> Tensor:
     """`x [M, K] (weight [N, K] int8 * weight_scale [N])^T + bias`, in x's dtype, with x rounded to int8 per token.
 
-    `scratch` is room for the quantized x: (int8 `[M, K]`, fp32 `[M]`). Products are summed exactly, in int32.
+    `scratch` is room for the quantized x: (int8 `[M, K]`, fp32 `[M]`); a `RowLaunch` needs none. Products are summed
+    exactly, in int32. `launches` holds measured launch parameters, `launch` overrides them.
     """
     require_floats(x=x)
     require(weight.dtype == torch.int8, f"weight is {weight.dtype}, must be int8")
     require(weight_scale.dim() == 1, "weight_scale must be [N]")
     out = new_output(x, weight.shape[0], x.dtype, out)
     check_product(x, weight, out, None, weight_scale, bias)
+    if x.shape[0] and launch is None:
+        launch = _launch(x, weight, launches)
+    if isinstance(launch, RowLaunch):
+        row_linear(x, weight, weight_scale, bias, out, launch, pdl=pdl)
+        return out
     quantized, x_scale = quantize_rows(
         x, torch.int8, out=scratch and scratch[0], scales=scratch and scratch[1], pdl=pdl
     )
@@ -135,6 +122,15 @@ def int8_product(
     else:
         _gemv(x, x_scale, weight, weight_scale, bias, out, launch, pdl)
     return out
+
+
+def _launch(x: Tensor, weight: Tensor, launches: MatmulTable | None) -> MatmulLaunch | DotLaunch | RowLaunch | None:
+    """What was measured, `None` where the defaults hold."""
+    shape = LinearShape("int8", *weight.shape, element_bytes=x.element_size())
+    found = measured_launch(launches, shape, x, weight)
+    if isinstance(found, RowLaunch):
+        return found if takes_row(x, weight) else None
+    return found if isinstance(found, MatmulLaunch | DotLaunch) else None
 
 
 def default_launch(num_rows: int, num_columns: int, width: int) -> MatmulLaunch | DotLaunch:

@@ -9,7 +9,8 @@ import pytest
 import torch
 from attention_cases import TOLERANCE, Case, build, error, expected
 from infermix_kernels.attention import Workspace, paged_attention
-from infermix_kernels.launch import Launch, LaunchTable, ShapeClass, tune
+from infermix_kernels.launch import Launch, LaunchTable, ShapeClass
+from infermix_kernels.tune import ModelShape, TuneShapes, tune_all
 from torch import Tensor
 
 pytestmark = [
@@ -160,13 +161,14 @@ def test_debug_switch_finds_wild_blocks() -> None:
         paged_attention(**arguments, check_block_tables=True)
 
 
-def test_tune_keeps_the_fastest(tmp_path: Path) -> None:
+def test_tuned_launches_compute_the_same(tmp_path: Path) -> None:
     case = Case("tune", **DECODE, heads=(8, 2), dims=(64, 64), dtype=BF16)
-    arguments = build(case, device="cuda")
-    shape = ShapeClass("split", 2, 2, 64, 64, 16, 16)
-    table = LaunchTable(tmp_path, torch.device("cuda"))
-    among = [Launch(16, 32, 4, 2), Launch(16, 64, 4, 3)]
-    best = tune(shape, lambda launch: paged_attention(**arguments, launch=launch), table, among=among)
-    assert best in among
-    assert LaunchTable(tmp_path, torch.device("cuda")).find(shape) == best
+    arguments, device = build(case, device="cuda"), torch.device("cuda")
+    model = ModelShape(num_heads=8, num_kv_heads=2, key_dim=64, value_dim=64, block_size=16, dtype=BF16)
+    shapes = TuneShapes(attention=[model], max_context_len=2048, max_num_seqs=8)
+    report = tune_all(shapes, tmp_path, device)
+    assert len(report.measured) >= 2
+    assert tune_all(shapes, tmp_path, device).measured == []
+    table = LaunchTable(tmp_path, device)
+    assert any(ShapeClass("split", 2, 2, 64, 64, 16, 16, crowded) in table for crowded in (True, False))
     assert error(paged_attention(**arguments, launches=table), expected(arguments)) < TOLERANCE[BF16]

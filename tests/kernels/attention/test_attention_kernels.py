@@ -11,8 +11,7 @@ import torch
 pytest.importorskip("triton")
 from attention_cases import Case, build
 from infermix_kernels.attention import pack_tree_mask, paged_attention
-from infermix_kernels.attention_tune import ModelShape, tune_attention
-from infermix_kernels.launch import Launch, LaunchTable, ShapeClass, candidates, tune
+from infermix_kernels.launch import Launch, LaunchTable, ShapeClass
 from run_python import run_python
 
 FOLDER = Path(__file__).parent
@@ -105,35 +104,15 @@ def test_tree_masks_are_packed_by_column() -> None:
 
 def test_tuned_parameters_are_kept_on_disk_and_found_again(tmp_path: Path) -> None:
     table = LaunchTable(tmp_path, torch.device("cpu"))
-    slow, fast = Launch(16, 32, 4, 2), Launch(16, 128, 8, 3)
-    tried: list[Launch] = []
-    default = table.find(SHAPE)
-    seconds = {slow: 2.0, fast: 1.0}
-    measured = iter([seconds[slow], seconds[fast]])
-    best = tune(SHAPE, tried.append, table, among=[slow, fast], measure=lambda call: (call(), next(measured))[1])
-    assert (tried, best, table.find(SHAPE)) == ([slow, fast], fast, fast)
+    default, fast = table.find(SHAPE), Launch(16, 128, 8, 3)
+    assert (default == fast, SHAPE in table) == (False, False)
+    table.store(SHAPE, fast, 1.0)
     again = LaunchTable(tmp_path, torch.device("cpu"))
-    assert again.find(SHAPE) == fast != default
+    assert (again.find(SHAPE), SHAPE in again) == (fast, True)
     other = ShapeClass("prefill", 2, 2, 128, 128, 128, 16)
-    assert again.find(other).block_rows == 128
+    assert (again.find(other).block_rows, other in again) == (128, False)
 
 
-def test_a_model_shape_is_tuned_for_three_kinds_of_work(tmp_path: Path) -> None:
-    shape = ModelShape(
-        num_heads=2, num_kv_heads=1, key_dim=16, value_dim=16, block_size=16, dtype=torch.float32, kv_dtype=torch.int8
-    )
-    device = torch.device("cpu")
-    found = tune_attention(shape, tmp_path, device, measure=lambda call: 1.0)
-    assert [(each.kernel, each.kv_bytes, each.crowded) for each in found] == [
-        ("split", 1, True),
-        ("split", 1, False),
-        ("prefill", 1, True),
-    ]
-    table = LaunchTable(tmp_path, device)
-    assert {each: table.find(each) for each in found} == found
-
-
-def test_candidates_fit_into_shared_memory() -> None:
-    for launch in candidates(ShapeClass("prefill", 2, 2, 256, 256, 128, 16)):
-        tiles = launch.block_tokens * 2 * 512 * launch.num_stages + launch.block_rows * 512
-        assert tiles <= 227 * 1024
+def test_int8_and_fp8_are_classes_of_their_own() -> None:
+    int8, fp8 = (ShapeClass("split", 2, 1, 128, 128, 16, 16, fp8=fp8) for fp8 in (False, True))
+    assert int8.key != fp8.key

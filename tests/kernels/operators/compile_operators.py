@@ -24,8 +24,9 @@ from infermix_kernels import (
     w8a8,
     w8a16,
 )
-from infermix_kernels.matmul_launch import MatmulLaunch, MatmulWorkspace
+from infermix_kernels.matmul_launch import MatmulLaunch, MatmulWorkspace, RowLaunch
 from infermix_kernels.pack import PackedW4
+from infermix_kernels.w8a8_row import FP8_ROW
 from torch import Tensor
 
 BF16, FP32, INT8, FP8, INT64 = torch.bfloat16, torch.float32, torch.int8, torch.float8_e4m3fn, torch.int64
@@ -67,6 +68,17 @@ def eight_bits(rows: int, kind: torch.dtype, launch: Any = None, weight_only: bo
     linear(tensor(rows, K), weight, scale, workspace=workspace, launch=launch)
 
 
+def row(kind: torch.dtype) -> None:
+    linear = w8a8.w8a8_linear if kind == INT8 else fp8.fp8_linear
+    linear(
+        tensor(1, K),
+        tensor(N, K, of=kind),
+        tensor(N, of=FP32),
+        launch=RowLaunch() if kind == INT8 else FP8_ROW,
+        pdl=True,
+    )
+
+
 def four_bits(rows: int, zeros: bool = False, launch: Any = None, pdl: bool = False) -> None:
     workspace = MatmulWorkspace.allocate("meta")
     w4a16.w4a16_linear(tensor(rows, K), packed(zeros), workspace=workspace, launch=launch, pdl=pdl)
@@ -94,6 +106,8 @@ FAST: dict[str, Callable[[], object]] = {
     "w4 tile, zeros": lambda: four_bits(8, True),
     "w4 tile, large": lambda: four_bits(200),
     "int8 gemv": lambda: eight_bits(1, INT8),
+    "int8 row, early start": lambda: row(INT8),
+    "fp8 row, early start": lambda: row(FP8),
     "fp8 tile": lambda: eight_bits(8, FP8),
 }
 FULL: dict[str, Callable[[], object]] = {

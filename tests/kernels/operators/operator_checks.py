@@ -315,10 +315,25 @@ def check_w8a8(
     assert not workspace.counters.any()
 
 
-def check_fused_w8a8(device: str, dtype: torch.dtype, m: int, n: int, k: int, kind: torch.dtype) -> None:
+def check_row_of_fp8_numbers(device: str, dtype: torch.dtype, n: int, k: int, launch: Any) -> None:
+    """x holds FP8 numbers, 448 among them: quantizing it changes nothing (the interpreter would round it wrongly)."""
+    source = Source(device)
+    weight, scale = random_w8(source, n, k, FP8), source.positive(n)
+    x = source.normal(1, k).to(FP8).to(dtype)
+    x[0, k // 2] = -448
+    out = fp8.fp8_linear(x, weight, scale, out=poisoned(1, n, like=x), launch=launch)
+    assert error(out, meant.w8a16_linear(x.double(), weight, scale.double())) < TOLERANCE[dtype]
+
+
+def check_fused_w8a8(
+    device: str, dtype: torch.dtype, m: int, n: int, k: int, kind: torch.dtype, launch: Any = None
+) -> None:
     """With the quantization of x: a number that falls one step aside now and then changes little."""
     source = Source(device)
     weight, scale, x = random_w8(source, n, k, kind), source.positive(n), source.normal(m, k, dtype=dtype)
     linear = w8a8.w8a8_linear if kind == torch.int8 else fp8.fp8_linear
-    out = linear(x, weight, scale, out=poisoned(m, n, like=x))
-    assert error(out, meant.quantized_linear(x, weight, scale)) < TOLERANCE[dtype] * ROUNDED_TWICE + 2e-3
+    for bias in (source.normal(n, dtype=dtype), None):
+        out = linear(x, weight, scale, bias, out=poisoned(m, n, like=x), launch=launch)
+        assert error(out, meant.quantized_linear(x, weight, scale, bias)) < TOLERANCE[dtype] * ROUNDED_TWICE + 2e-3
+    x.zero_()
+    assert not linear(x, weight, scale, out=poisoned(m, n, like=x), launch=launch).any()

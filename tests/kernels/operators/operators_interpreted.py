@@ -12,7 +12,7 @@ import operator_checks as check
 import pytest
 import torch
 from infermix_kernels.gemv import GemvLaunch
-from infermix_kernels.matmul_launch import MatmulLaunch
+from infermix_kernels.matmul_launch import MatmulLaunch, RowLaunch
 from infermix_kernels.w8a8 import DotLaunch
 
 FP32, FP16, INT8, FP8 = torch.float32, torch.float16, torch.int8, torch.float8_e4m3fn
@@ -119,3 +119,9 @@ def test_w8a8(rows: int, kind: torch.dtype, launch: Any) -> None:
 
 def test_fused_w8a8() -> None:
     check.check_fused_w8a8("cpu", FP32, 3, 70, 336, INT8)
+
+
+@pytest.mark.parametrize(("n", "k"), [(70, 336), (64, 512), (33, 20)], ids=str)
+def test_one_row_quantized_on_the_way(n: int, k: int) -> None:
+    check.check_fused_w8a8("cpu", FP16, 1, n, k, INT8, RowLaunch(8, 64))
+    check.check_row_of_fp8_numbers("cpu", FP16, n, k, RowLaunch(8, 64))

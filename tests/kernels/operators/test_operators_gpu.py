@@ -9,7 +9,7 @@ import pytest
 import torch
 from infermix_kernels import fp8, gemv, greedy, norm, quantize, w4a16, w8a8
 from infermix_kernels.gemv import GemvLaunch
-from infermix_kernels.matmul_launch import MatmulLaunch, MatmulWorkspace
+from infermix_kernels.matmul_launch import MatmulLaunch, MatmulWorkspace, RowLaunch
 from infermix_kernels.reference import sampling as meant
 from infermix_kernels.w8a8 import DotLaunch
 from sampling_checks import CASES, check_sample
@@ -197,6 +197,14 @@ def test_one_row_of_bytes_in_other_tiles() -> None:
 @pytest.mark.parametrize("kind", [INT8, FP8], ids=["int8", "fp8"])
 def test_fused_w8a8(kind: torch.dtype) -> None:
     check.check_fused_w8a8("cuda", BF16, 5, 512, 4096, kind)
+
+
+@HALVES
+@pytest.mark.parametrize("kind", [INT8, FP8], ids=["int8", "fp8"])
+@pytest.mark.parametrize("launch", [RowLaunch(), RowLaunch(4, 256, 4), RowLaunch(16, 1024, 8)], ids=str)
+def test_one_row_quantized_on_the_way(dtype: torch.dtype, kind: torch.dtype, launch: RowLaunch) -> None:
+    for n, k in ((6144, 4096), (4096, 14336), (333, 1044)):
+        check.check_fused_w8a8("cuda", dtype, 1, n, k, kind, launch)
 
 
 def _chain(x: Any, weights: Any, workspace: MatmulWorkspace, pdl: bool) -> Any:
