@@ -102,7 +102,7 @@ def skinny_linear(
 
 
 def _launch(x: Tensor, weight: Tensor, launches: MatmulTable | None) -> GemvLaunch | MatmulLaunch:
-    shape = LinearShape("skinny", *weight.shape, element_bytes=x.element_size())
+    shape = LinearShape("skinny", weight.shape[0], weight.shape[1], element_bytes=x.element_size())
     found = measured_launch(launches, shape, x, weight)
     if isinstance(found, GemvLaunch | MatmulLaunch):
         return found

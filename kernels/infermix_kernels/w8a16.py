@@ -44,8 +44,9 @@ def w8a16_linear(
 
 
 def _launch(x: Tensor, weight: Tensor, group: int, launches: MatmulTable | None) -> MatmulLaunch:
-    in_groups = 0 if group == weight.shape[1] else group
-    shape = LinearShape("w8a16", *weight.shape, group_size=in_groups, element_bytes=x.element_size())
+    num_columns, width = weight.shape
+    grouped = 0 if group == width else group
+    shape = LinearShape("w8a16", num_columns, width, group_size=grouped, element_bytes=x.element_size())
     found = measured_launch(launches, shape, x, weight)
     if isinstance(found, MatmulLaunch):
         return found

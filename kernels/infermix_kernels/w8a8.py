@@ -126,7 +126,7 @@ def int8_product(
 
 def _launch(x: Tensor, weight: Tensor, launches: MatmulTable | None) -> MatmulLaunch | DotLaunch | RowLaunch | None:
     """What was measured, `None` where the defaults hold."""
-    shape = LinearShape("int8", *weight.shape, element_bytes=x.element_size())
+    shape = LinearShape("int8", weight.shape[0], weight.shape[1], element_bytes=x.element_size())
     found = measured_launch(launches, shape, x, weight)
     if isinstance(found, RowLaunch):
         return found if takes_row(x, weight) else None

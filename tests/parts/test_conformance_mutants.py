@@ -9,13 +9,17 @@ import pytest
 import torch
 from infermix.plugins import load_catalogue
 from infermix.roles.component import Component, Options, Role
+from infermix.roles.facts import MachineFacts
 from infermix.toolkit.conformance import (
     check_component,
     check_decoder,
     check_kv_layout,
     check_quantizer,
     check_scheduler,
+    machine_for,
+    not_here,
 )
+from infermix.toolkit.conformance import component as conformance_component
 from infermix.toolkit.paged_space import PagedSpace
 from infermix.toolkit.pool_store import PagedStore
 from infermix_reference.decoder import AutoregressiveDecoder
@@ -25,6 +29,7 @@ from infermix_reference.scheduler_continuous import ContinuousScheduler
 from msgspec import Meta
 
 CATALOGUE = load_catalogue()
+CPU_MACHINE = MachineFacts("cpu", "cpu", 1 << 33, 2)
 
 
 def _mutant(role: Role, name: str, part: Any, **changes: Any) -> Component:
@@ -130,6 +135,23 @@ class _Lossy(NoQuantizer):
 def test_quantizer_mutant_is_caught(kind: type, message: str) -> None:
     with pytest.raises(AssertionError, match=message):
         check_quantizer(_mutant(Role.QUANTIZER, "none", kind()))
+
+
+def test_checks_run_on_the_device_and_in_the_dtypes_of_the_component(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = MachineFacts("cuda", "a GPU", 1 << 34, 2, compute_capability=90)
+    monkeypatch.setattr(
+        conformance_component, "example_machine", lambda device=None: CPU_MACHINE if device == "cpu" else gpu
+    )
+    anywhere = CATALOGUE.find(Role.QUANTIZER, "none").component
+    halves = {"device:cuda", "dtype:float16|dtype:bfloat16"}
+    on_gpu = replace(anywhere, needs=lambda *given: frozenset(halves))
+    on_cpu = replace(anywhere, needs=lambda *given: frozenset({"device:cpu"}))
+    devices = [machine_for(each, each.options()).device for each in (anywhere, on_gpu, on_cpu)]
+    assert devices == ["cuda", "cuda", "cpu"]
+    reason = not_here(on_gpu, on_gpu.options(), gpu, "float32")
+    assert reason == "none needs dtype:float16|dtype:bfloat16, not float32"
+    assert not_here(on_gpu, on_gpu.options(), gpu, "float16") is None
+    assert not_here(on_cpu, on_cpu.options(), gpu, "float16") == "none needs device:cpu"
 
 
 class _Undocumented(Options, frozen=True):
