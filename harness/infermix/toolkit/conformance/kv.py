@@ -40,7 +40,7 @@ def check_kv_layout(
     life.end()
     _check_full(layout, shape)
     if "kv:swap" in provided:
-        check_kv_swap(layout, shape)
+        check_kv_swap(layout, shape, device)
 
 
 def _check_sizes(layout: KVLayout, shape: KVShape, provided: frozenset[str], device: str) -> None:
