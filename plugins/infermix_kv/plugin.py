@@ -5,7 +5,9 @@ from __future__ import annotations
 from infermix.hookspecs import hookimpl
 from infermix.roles.component import Component
 
+from infermix_kv.dropping_components import dropping_components
+
 
 @hookimpl
 def infermix_kv() -> list[Component]:
-    return []
+    return [*dropping_components()]

@@ -22,7 +22,7 @@ from infermix.engine.second import second_models
 from infermix.engine.self_check import Reference, collect_reference, self_check
 from infermix.engine.transforms import Transforms
 from infermix.engine.warm import warm_up
-from infermix.errors import OutOfMemory
+from infermix.errors import OutOfMemory, UserError
 from infermix.roles.component import Choice, Role
 from infermix.roles.decoder import DecoderContext
 from infermix.roles.engine import EngineContext, EngineReport
@@ -89,6 +89,7 @@ def assemble(options: NativeOptions, context: EngineContext) -> NativeEngine:
         decoder = build.part(Role.DECODER, _decoder_context(build, loaded, tokenizer))
     with build.phase("allocate"):
         shape = _size_kv(build, layout, joint)
+        _refuse_long_rows(shape, _query_lens(decoder))
         space, store = layout.space(shape), layout.store(shape, build.device, build.dtype)
         swapper = make_swapper(context, store, shape, build.report)
     if options.self_check:
@@ -141,6 +142,16 @@ def _lag(build: Assembly, decoder: Any) -> int:
 def _query_lens(decoder: Any) -> tuple[int, ...]:
     """Query lengths that the decoder launches uniformly; one token per sequence unless it says otherwise."""
     return tuple(getattr(decoder, "query_lens", (1,)))
+
+
+def _refuse_long_rows(shape: KVShape, query_lens: tuple[int, ...]) -> None:
+    """Drafts of one verification row must fit what a ring of blocks takes at once."""
+    if shape.max_query_len is not None and max(query_lens) > shape.max_query_len:
+        raise UserError(
+            f"the decoder verifies rows of {max(query_lens)} tokens, the KV layout takes {shape.max_query_len}",
+            key="parts.kv.max_chunk_tokens",
+            hint=f"at least {max(query_lens)}, or fewer draft tokens",
+        )
 
 
 def _change_model(build: Assembly, loaded: LoadedModel) -> Joint:
@@ -291,6 +302,7 @@ def _report_parts(
         store=_qualified_name(store),
         block_size=shape.block_size,
         num_blocks=shape.num_blocks,
+        **_table_facts(shape),
     )
     build.executed(Role.SCHEDULER, scheduler)
     build.executed(Role.DECODER, decoder)
@@ -300,6 +312,24 @@ def _report_parts(
     )  # fmt: skip
     build.report.kv_bytes = store.allocated_bytes()
     build.report.kv_bytes_per_token = shape.bytes_per_token
+
+
+def _table_facts(shape: KVShape) -> dict[str, Any]:
+    """Bytes and blocks per block table where there are several or rings, and the longest piece of a prompt."""
+    if not shape.table_limits:
+        return {}
+    tables = []
+    for number in range(shape.num_tables):
+        members = [group for index, group in enumerate(shape.groups) if shape.table_of(index) == number]
+        block_bytes = shape.bytes_of_slots(members) * shape.block_size
+        tables.append({
+            "layers": sum(len(group.layers) for group in members),
+            "windows": sorted({group.window for group in members if group.window is not None}),
+            "blocks": shape.blocks_of(number),
+            "blocks_per_sequence": shape.table_limits[number] or shape.blocks_per_seq,
+            "bytes": int(block_bytes * (shape.blocks_of(number) + 1)),
+        })  # fmt: skip
+    return {"tables": tables, "max_query_len": shape.max_query_len}
 
 
 def _weight_bytes(model: torch.nn.Module) -> int:

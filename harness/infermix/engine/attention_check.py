@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from infermix.engine.packing import PackEntry, pack
-from infermix.engine.walk import Piece, reserve, steps
+from infermix.engine.walk import CHUNK, Piece, chunk_of, reserve, steps
 from infermix.errors import WrongResult
 from infermix.roles.kv_space import KVBudget
 from infermix.toolkit.plain_attention import plain_attention
@@ -127,10 +127,11 @@ def _walk(
     dtype: torch.dtype,
 ) -> list[list[Tensor]]:
     """Per layer and sequence what attention returned, `[L, H, Dv]`."""
-    shape = layout.shape(groups, KVBudget(len(lengths), max(lengths), dtype.itemsize))
+    budget = KVBudget(len(lengths), max(lengths), dtype.itemsize, max_query_len=CHUNK, keep_all=True)
+    shape = layout.shape(groups, budget)
     space, store = layout.space(shape), layout.store(shape, device, dtype)
     parts: list[list[list[Tensor]]] = [[[] for _ in lengths] for _ in drawn]
-    for pieces in steps(lengths):
+    for pieces in steps(lengths, chunk_of(shape)):
         ordered = reserve(space, pieces)
         spans = [slice(0 if space.recompute else p.start, p.start + p.num_new) for p in ordered]
         batch = _pack(ordered, spans, space, shape, device)

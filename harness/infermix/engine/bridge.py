@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from infermix.roles.attention import AttentionBackend, LayerSpec
     from infermix.roles.batch import Batch, GroupBatch
-    from infermix.roles.kv_space import KVGroup
+    from infermix.roles.kv_space import Eviction, KVGroup
     from infermix.roles.kv_store import KVStore, Rotation
 
 #: The name under which transformers knows our attention function.
@@ -33,8 +33,12 @@ ATTENTION_NAME = "infermix"
 
 @dataclass(slots=True)
 class ForwardContext:
-    """What one forward carries to every attention call. `probe` is set in checked forwards only."""
+    """What one forward carries to every attention call. `probe` is set in checked forwards only.
 
+    `observe` is the store's, where it has one.
+    """
+
+    observe: Callable[[LayerSpec, Tensor, Batch, GroupBatch], None] | None = None
     batch: Batch | None = None
     attention: AttentionBackend | None = None
     store: KVStore | None = None
@@ -63,11 +67,15 @@ def _attend(
     layer = context.layers[module.layer_idx]  # type: ignore[index]
     group = batch.groups[layer.group]
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    if rotation is None:
+    if layer.kv_from is not None:
+        pass  # keys and values were written by the layer that they belong to
+    elif rotation is None:
         store.write(layer.layer_idx, k, v, batch, group)
     else:
         q = _rotate_and_write(store, rotation, layer.layer_idx, (q, k, v), batch, group)
-    view = store.view(layer.layer_idx, batch, group)
+    if context.observe is not None:
+        context.observe(layer, q, batch, group)
+    view = store.view(layer.layer_idx if layer.kv_from is None else layer.kv_from, batch, group)
     return attention.forward(q, view, batch, layer).unsqueeze(0), None
 
 
@@ -125,12 +133,19 @@ class Joint:
     def attach(self, attention: AttentionBackend, store: KVStore) -> None:
         """Send every following `forward` through these parts."""
         self._context.attention, self._context.store = attention, store
+        self._context.observe = getattr(store, "observe", None)
         self._use(ATTENTION_NAME)
 
     def detach(self) -> None:
         """Give the model its previous attention back; the store is let go."""
-        self._context.attention = self._context.store = self._context.batch = None
+        self._context.attention = self._context.store = self._context.batch = self._context.observe = None
         self._use(self._previous)
+
+    def evict(self, evictions: list[Eviction]) -> None:
+        """Let the attached store carry out what its space decided."""
+        if evictions:
+            store: Any = self._context.store
+            store.evict(evictions)
 
     def forward(self, batch: Batch, *, checked: bool = False) -> Tensor:
         """Logits `[R, V]` of `batch.logits_rows`.

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from infermix.engine.packing import num_dropped
 from infermix.roles.batch import Batch, GroupBatch
 
 if TYPE_CHECKING:
@@ -85,9 +86,9 @@ class StepBuffers:
     """Host stages and device tensors of one (batch, query length): filled in place, copied in one piece."""
 
     def __init__(self, batch: int, query_len: int, shape: KVShape, sink_lane: int, device: torch.device) -> None:
-        tables = max(shape.group_tables, default=0) + 1
         self.batch, self.query_len, self.shape, self._sink_lane = batch, query_len, shape, sink_lane
-        fields = _layout(batch, query_len, tables, shape.blocks_per_seq)
+        fields = _layout(batch, query_len, shape.num_tables, shape.blocks_per_seq)
+        self._sinks = np.array([[shape.blocks_of(number)] for number in range(shape.num_tables)])
         total = fields[-1].offset + fields[-1].num_bytes
         pinned = device.type == "cuda"
         self._stages = [torch.empty(total, dtype=torch.uint8, pin_memory=pinned) for _ in range(_STAGES)]
@@ -110,10 +111,10 @@ class StepBuffers:
         first = start * self.query_len
         host["host_ids"][first:] = 0
         host["positions"][first:] = 0
-        host["slots"][:, first:] = self.shape.sink_block * self.shape.block_size
+        host["slots"][:, first:] = self._sinks * self.shape.block_size
         host["lanes"][start:] = self._sink_lane
         host["context_lens"][start:] = 0
-        host["tables"][:, start:] = self.shape.sink_block
+        host["tables"][:, start:] = self._sinks[:, None]
 
     def fill(self, rows: Sequence[Scheduled | None], space: KVSpace) -> None:
         """Write a step (one entry or hole per row) to the next stage and queue its copy to the device."""
@@ -132,19 +133,20 @@ class StepBuffers:
     def _fill_row(self, host: dict[str, np.ndarray], index: int, entry: Scheduled, space: KVSpace) -> None:
         seq, count = entry.sequence, entry.num_new_tokens
         start, block_size = seq.num_computed, self.shape.block_size
+        cached = start - num_dropped(space, seq.seq_id, start, count)
         first = index * count
         known = seq.tokens[start : start + entry.num_own_tokens]
         in_flight = entry.num_own_tokens - len(known)
         host["host_ids"][first : first + count] = [*known, *[-1] * in_flight, *entry.draft_ids]
         host["positions"][first : first + count] = range(start, start + count)
         host["lanes"][index] = seq.lane
-        host["context_lens"][index] = start + count
+        host["context_lens"][index] = cached + count
         for number in range(host["tables"].shape[0]):
             table = space.block_table(seq.seq_id, number)
             host["tables"][number, index, : len(table)] = table
             for offset in range(count):
-                position = start + offset
-                slot = table[position // block_size] * block_size + position % block_size
+                place = cached + offset
+                slot = table[place // block_size] * block_size + place % block_size
                 host["slots"][number, first + offset] = slot
 
     def as_batch(self, context: int) -> Batch:

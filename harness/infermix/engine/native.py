@@ -101,6 +101,7 @@ class NativeEngine:
             **self._counters,
             **(self._swapper.counters() if self._swapper else {}),
             **self._decoder_counters(),
+            **(self._space.counters() if hasattr(self._space, "counters") else {}),
             "eager_steps": float(self._runner.num_eager_steps),
             "graph_steps": float(self._runner.num_graph_steps),
             "graph_captures": float(len(self._runner.graphs.keys) if self._runner.graphs else 0),
@@ -118,6 +119,8 @@ class NativeEngine:
             self._swapper.reset()
         if hasattr(self._decoder, "reset"):
             self._decoder.reset()
+        if hasattr(self._space, "reset_counters"):
+            self._space.reset_counters()
         self._runner.num_eager_steps = self._runner.num_graph_steps = 0
         self._counters = dict.fromkeys(
             (

@@ -43,14 +43,19 @@ def pack(
     """
     query = np.fromiter((len(entry.token_ids) for entry in entries), np.int64, len(entries))
     computed = np.fromiter((entry.num_computed for entry in entries), np.int64, len(entries))
-    context = query + computed
+    dropped = np.fromiter(
+        (num_dropped(space, entry.seq_id, entry.num_computed, len(entry.token_ids)) for entry in entries),
+        np.int64,
+        len(entries),
+    )
+    context = query + computed - dropped
     starts = np.concatenate(([0], np.cumsum(query)))
     owner = np.repeat(np.arange(len(entries)), query)
     positions = np.arange(starts[-1]) + (computed - starts[:-1])[owner]
+    places = positions - dropped[owner]
     ids = np.fromiter(chain.from_iterable(entry.token_ids for entry in entries), np.int64, int(starts[-1]))
-    numbers = range(max(shape.group_tables, default=0) + 1)
-    tables = [_block_tables(entries, context, space, shape, number) for number in numbers]
-    slots = [_slots(table, owner, positions, shape.block_size) for table in tables]
+    tables = [_block_tables(entries, context, space, shape, number) for number in range(shape.num_tables)]
+    slots = [_slots(table, owner, places, shape.block_size) for table in tables]
     rows = _rows(starts, logits_rows, all_logits)
     wide = _to_device([ids, positions, rows, *slots], np.int64, torch.device(device))
     narrow = _to_device([starts, context, *tables], np.int32, torch.device(device))
@@ -71,6 +76,12 @@ def pack(
     )
 
 
+def num_dropped(space: KVSpace, seq_id: int, start: int, num_new: int) -> int:
+    """Tokens before `start` that are not in the cache when `num_new` tokens from there are computed."""
+    place = getattr(space, "place", None)
+    return 0 if place is None else place(seq_id, start, start + num_new)
+
+
 def _rows(starts: np.ndarray, given: Sequence[int] | None, all_logits: bool) -> np.ndarray:
     if given is not None:
         return np.asarray(given, np.int64)
@@ -84,15 +95,15 @@ def _block_tables(
     widths = (-(-context // shape.block_size)).tolist()
     columns = max(widths)
     # Slices between arrays of one type are plain memory copies, several times cheaper than numpy's conversion.
-    flat = array("i", [shape.sink_block]) * (len(entries) * columns)
+    flat = array("i", [shape.blocks_of(number)]) * (len(entries) * columns)
     for first, (entry, width) in zip(range(0, len(flat), columns), zip(entries, widths, strict=True), strict=True):
         blocks = space.block_table(entry.seq_id, number)[:width]
         flat[first : first + width] = blocks if isinstance(blocks, array) else array("i", blocks)
     return np.frombuffer(flat, np.int32).reshape(len(entries), columns)
 
 
-def _slots(table: np.ndarray, owner: np.ndarray, positions: np.ndarray, block_size: int) -> np.ndarray:
-    return table[owner, positions // block_size].astype(np.int64) * block_size + positions % block_size
+def _slots(table: np.ndarray, owner: np.ndarray, places: np.ndarray, block_size: int) -> np.ndarray:
+    return table[owner, places // block_size].astype(np.int64) * block_size + places % block_size
 
 
 def _to_device(arrays: Sequence[np.ndarray], dtype: type, device: torch.device) -> list[torch.Tensor]:

@@ -37,6 +37,8 @@ class LayerProbe:
     """Collects one `LayerSpec` per attention call of one forward; refuses what the batch cannot express."""
 
     specs: dict[int, LayerSpec] = field(default_factory=dict)
+    #: Keys and values of this forward by layer; held, so that no later tensor takes the place of an earlier one.
+    handed: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def see(self, call: AttentionCall) -> None:
         """Check one call. Raises `Unsupported`."""
@@ -52,7 +54,21 @@ class LayerProbe:
         if (keys, values) != (queries, queries):
             raise Unsupported(f"{name} (layer {layer_idx}) hands over {keys} keys for {queries} new tokens")
         _refuse_unknown(name, layer_idx, call.given)
-        self.specs[layer_idx] = _spec(layer_idx, call)
+        self.specs[layer_idx] = replace(_spec(layer_idx, call), kv_from=self._owner(call))
+        self.handed[layer_idx] = call.key, call.value
+        self._require_shared_window(layer_idx, name)
+
+    def _owner(self, call: AttentionCall) -> int | None:
+        """The earlier layer whose very keys and values this one was handed, for models that share them."""
+        return next((i for i, (key, value) in self.handed.items() if key is call.key and value is call.value), None)
+
+    def _require_shared_window(self, layer_idx: int, name: str) -> None:
+        spec = self.specs[layer_idx]
+        if spec.kv_from is not None and self.specs[spec.kv_from].window != spec.window:
+            raise Unsupported(
+                f"{name} (layer {layer_idx}, window {spec.window}) reads the keys of layer {spec.kv_from}, whose "
+                f"window is {self.specs[spec.kv_from].window}"
+            )
 
     def require_layers(self, num_layers: int, model_name: str) -> None:
         """Every layer must have called attention exactly once. Raises `Unsupported`."""
@@ -94,13 +110,15 @@ def layer_specs(
     members: dict[tuple[int, int, int, int | None], list[int]] = {}
     for index in sorted(probe.specs):
         spec = probe.specs[index]
-        members.setdefault((spec.num_kv_heads, spec.key_dim, spec.value_dim, spec.window), []).append(index)
+        if spec.kv_from is None:
+            members.setdefault((spec.num_kv_heads, spec.key_dim, spec.value_dim, spec.window), []).append(index)
     groups = tuple(KVGroup(tuple(layers), *key) for key, layers in members.items())
     if expected is not None and set(expected) != set(groups):
         raise Unsupported(f"the config says KV groups {expected}, the loaded model has {groups}")
     groups = groups if expected is None else expected
     group_of = {index: number for number, group in enumerate(groups) for index in group.layers}
-    return {index: replace(spec, group=group_of[index]) for index, spec in probe.specs.items()}, groups
+    owner = {index: index if spec.kv_from is None else spec.kv_from for index, spec in probe.specs.items()}
+    return {index: replace(spec, group=group_of[owner[index]]) for index, spec in probe.specs.items()}, groups
 
 
 def _refuse_unknown(name: str, layer_idx: int, given: Mapping[str, Any]) -> None:

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from infermix.engine.packing import PackEntry, pack
+from infermix.engine.packing import PackEntry, num_dropped, pack
+from infermix.engine.pieces import last_pieces
+from infermix.errors import Unsupported
 from infermix.roles.decoder import Forward, Want
 
 if TYPE_CHECKING:
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 class ModelRunner:
     """Runs a plan eagerly, or from a captured graph when all its sequences have the same, captured query length.
 
+    Prompts that are longer than the layout takes at once (`KVShape.max_query_len`) run in pieces, a forward each.
     `num_eager_steps` and `num_graph_steps` say which happened how often.
     """
 
@@ -35,7 +38,19 @@ class ModelRunner:
         self.num_graph_steps = 0
 
     def forward(self, plan: Plan, want: Want = Want()) -> Forward:
-        rows = self._rows(plan.entries)
+        limit = self._shape.max_query_len
+        if limit is None or all(entry.num_new_tokens <= limit for entry in plan.entries):
+            return self._forward(plan.entries, want)
+        if want.all_logits or want.hidden_layers:
+            raise Unsupported(
+                f"the KV layout takes {limit} new tokens of a sequence at once when all rows are wanted"
+            )
+        with last_pieces(plan.entries, limit, lambda piece: self._forward(piece, Want())) as rest:
+            return self._forward(rest, want)
+
+    def _forward(self, entries: Sequence[Scheduled], want: Want) -> Forward:
+        self._evict(entries)
+        rows = self._rows(entries)
         step = self._captured(rows)
         if step is None:
             self.num_eager_steps += 1
@@ -45,6 +60,20 @@ class ModelRunner:
 
     def reserve(self, sequence: SequenceState, num_tokens: int) -> bool:
         return self._space.reserve(sequence.seq_id, num_tokens)
+
+    def _evict(self, entries: Sequence[Scheduled]) -> None:
+        """Let a layout that drops tokens make room before anything of this step is packed."""
+        evictions = getattr(self._space, "evictions", None)
+        if evictions is None:
+            return
+        for entry in entries:
+            self._cached(entry)
+        self._joint.evict(evictions())
+
+    def _cached(self, entry: Scheduled) -> int:
+        """Tokens of the sequence that are in the cache before this step."""
+        seq = entry.sequence
+        return seq.num_computed - num_dropped(self._space, seq.seq_id, seq.num_computed, entry.num_new_tokens)
 
     def _rows(self, entries: Sequence[Scheduled]) -> list[Scheduled | None]:
         """Entries in batch order; a layout with fixed rows puts each sequence at its row and leaves holes."""
@@ -60,7 +89,7 @@ class ModelRunner:
         query_len = entries[0].num_new_tokens
         if any(entry.num_new_tokens != query_len for entry in entries):
             return None
-        context = max(entry.sequence.num_computed for entry in entries) + query_len
+        context = max(map(self._cached, entries)) + query_len
         return self.graphs.find(len(rows), query_len, context)
 
     def _replay(self, step: CapturedStep, rows: Sequence[Scheduled | None], want: Want) -> Forward:

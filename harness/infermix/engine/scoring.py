@@ -106,7 +106,8 @@ class Scorer:
                 text.take(rows[skip:])
 
     def _chunk(self) -> int:
-        return max(16, _LOGITS_BYTES // (4 * self._runner.vocab_size))
+        chunk = max(16, _LOGITS_BYTES // (4 * self._runner.vocab_size))
+        return min(chunk, self._shape.max_query_len or chunk)
 
     def _decode(self, texts: Seq[_Text]) -> int:
         """Run as many of `texts` as fit in lockstep; returns how many were finished."""

@@ -29,8 +29,10 @@ if TYPE_CHECKING:
 #: Short enough for any machine, uneven, none a multiple of a usual block or chunk.
 LENGTHS = (5, 27, 14)
 
-#: A window up to this many tokens is crossed by one extra sequence; longer ones are reported as not crossed.
+#: A window up to this many tokens is crossed by one extra sequence, far enough that a ring of blocks which holds the
+#: window and one chunk wraps around; longer ones are reported as not crossed.
 MAX_CROSSED_WINDOW = 1024
+_CROSSED_BY = 40
 _KEPT_ROWS = 32
 
 #: fp32 rows of one linear differ by 3e-5 between batch sizes.
@@ -68,7 +70,7 @@ def collect_reference(
     """
     windows = [group.window for group in joint.groups if group.window is not None]
     crossed = [window for window in windows if window <= MAX_CROSSED_WINDOW]
-    lengths = [*lengths, *(window + 5 for window in crossed if window + 5 > max(lengths))]
+    lengths = [*lengths, *(window + _CROSSED_BY for window in crossed if window + _CROSSED_BY > max(lengths))]
     sequences = random_sequences(lengths, _vocab_size(model), seed)
     logits = tuple(full_logits(joint, ids, _KEPT_ROWS) for ids in sequences)
     judge = _judge(joint)

@@ -50,6 +50,11 @@ def steps(lengths: Sequence[int], chunk: int = CHUNK, num_decode: int = NUM_DECO
         yield pieces
 
 
+def chunk_of(shape: KVShape, chunk: int = CHUNK) -> int:
+    """The chunk of a walk, no longer than what the layout takes at once."""
+    return min(chunk, shape.max_query_len or chunk)
+
+
 def packed_logits(
     joint: Joint,
     attention: AttentionBackend,
@@ -64,12 +69,13 @@ def packed_logits(
 ) -> list[Tensor]:
     """Logits of the last `kept_rows` tokens of each sequence, `[min(T, kept_rows), V]` fp32 on the CPU."""
     lengths = [len(ids) for ids in sequences]
-    shape = layout.shape(joint.groups, KVBudget(len(lengths), max(lengths), dtype.itemsize))
+    budget = KVBudget(len(lengths), max(lengths), dtype.itemsize, max_query_len=chunk, keep_all=True)
+    shape = layout.shape(joint.groups, budget)
     space = layout.space(shape)
     joint.attach(attention, layout.store(shape, device, dtype))
     collected: list[list[Tensor]] = [[] for _ in sequences]
     try:
-        for number, pieces in enumerate(steps(lengths, chunk, num_decode)):
+        for number, pieces in enumerate(steps(lengths, chunk_of(shape, chunk), num_decode)):
             first_kept = [max(0, length - kept_rows) for length in lengths]
             ordered = reserve(space, pieces)
             rows, logits = _run(joint, space, shape, sequences, ordered, first_kept, checked=number == 0)

@@ -28,7 +28,8 @@ def _step(joint: Joint, space: KVSpace, shape: KVShape, lengths: tuple[int, ...]
     ids = [-1 - index for index in range(len(lengths))]
     try:
         for seq_id, length in zip(ids, lengths, strict=True):
-            if length > shape.max_model_len or not space.reserve(seq_id, length):
+            longest = min(shape.max_model_len, shape.max_query_len or shape.max_model_len)
+            if length > longest or not space.reserve(seq_id, length):
                 return False
         entries = [PackEntry(seq_id, [0] * length, 0) for seq_id, length in zip(ids, lengths, strict=True)]
         if space.fixed_rows:

@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerSpec:
-    """What one attention layer asks for. `window` counts the query's own token; `sinks [H]` are extra logits."""
+    """What one attention layer asks for. `window` counts the query's own token; `sinks [H]` are extra logits.
+
+    `kv_from` is the layer whose keys and values this one reads, where a model shares them across layers.
+    """
 
     layer_idx: int
     group: int
@@ -26,6 +29,7 @@ class LayerSpec:
     window: int | None = None
     softcap: float | None = None
     sinks: Tensor | None = None
+    kv_from: int | None = None
 
 
 class AttentionBackend(Protocol):

@@ -29,21 +29,33 @@ class KVGroup:
 
 @dataclass(frozen=True)
 class KVBudget:
-    """What the engine may use: `max_bytes` `None` means "as much as max_num_seqs x max_model_len needs"."""
+    """What the engine may use: `max_bytes` `None` means "as much as max_num_seqs x max_model_len needs".
+
+    `max_query_len` is the most new tokens of one sequence in one forward, `None` where nobody knows: a layout that
+    depends on it chooses, and says so in `KVShape.max_query_len`. `keep_all` forbids a lossy layout to drop tokens
+    (the self-check compares with the full computation).
+    """
 
     max_num_seqs: int
     max_model_len: int
     element_bytes: int
     max_bytes: int | None = None
+    max_query_len: int | None = None
+    keep_all: bool = False
 
 
 @dataclass(frozen=True)
 class KVShape:
     """A sized layout: `num_blocks` usable blocks of `block_size` tokens plus one sink block with id `num_blocks`.
 
-    `bytes` is what the store allocates, sink included; `bytes_per_token` what one more token costs. `group_tables`
-    maps a KV group to the block table that it uses; empty means that all groups share table 0. `num_host_blocks`
-    blocks of every table fit the host memory that sequences are swapped out to.
+    `bytes` is what the store allocates, sink included; `bytes_per_token` what the slots of one token take in all
+    groups. `group_tables` maps a KV group to the block table that it uses; empty means that all groups share table 0.
+    `num_host_blocks` blocks of every table fit the host memory that sequences are swapped out to.
+
+    Block tables may have pools of their own: `table_blocks[t]` usable blocks (the sink behind them), of which one
+    sequence holds at most `table_limits[t]` (`None`: as many as its tokens need). Empty means `num_blocks` and no
+    limit for all. `max_query_len` is the most new tokens of one sequence that a forward may bring (`None`: any
+    number); the runner splits longer prompts over several forwards. `keep_all` repeats the budget's.
     """
 
     groups: tuple[KVGroup, ...]
@@ -55,10 +67,40 @@ class KVShape:
     bytes_per_token: float
     group_tables: tuple[int, ...] = ()
     num_host_blocks: int = 0
+    table_blocks: tuple[int, ...] = ()
+    table_limits: tuple[int | None, ...] = ()
+    max_query_len: int | None = None
+    keep_all: bool = False
 
     @property
     def sink_block(self) -> int:
         return self.num_blocks
+
+    def table_of(self, group: int) -> int:
+        """The block table that a KV group uses."""
+        return self.group_tables[group] if self.group_tables else 0
+
+    def blocks_of(self, table: int) -> int:
+        """Usable blocks of the pool behind a block table, which is also the id of its sink block."""
+        return self.table_blocks[table] if self.table_blocks else self.num_blocks
+
+    def held_tokens(self, group: int, num_tokens: int) -> int:
+        """Slots that a group holds for one sequence of `num_tokens`: whole blocks, at most those of a ring."""
+        limit = self.table_limits[self.table_of(group)] if self.table_limits else None
+        blocks = -(-num_tokens // self.block_size)
+        return self.block_size * (blocks if limit is None else min(blocks, limit))
+
+    def bytes_of_slots(self, groups: Sequence[KVGroup]) -> float:
+        """Bytes of one slot in each of some of the layout's groups."""
+        values = sum(group.bytes_per_token(1) for group in self.groups)
+        return self.bytes_per_token * sum(group.bytes_per_token(1) for group in groups) / values if values else 0.0
+
+    def bytes_of_sequence(self, num_tokens: int) -> float:
+        """Bytes that one sequence of `num_tokens` holds; beyond their limit, rings add nothing."""
+        return sum(
+            self.bytes_of_slots((group,)) * self.held_tokens(index, num_tokens)
+            for index, group in enumerate(self.groups)
+        )
 
     @property
     def capacity_tokens(self) -> int:
@@ -83,8 +125,32 @@ class KVUsage:
     capacity_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class Eviction:
+    """Cut one sequence's cache from `num_cached` tokens in `blocks` to `num_kept`, moved to the front of the blocks.
+
+    The last `num_recent` tokens stay whatever their scores.
+    """
+
+    blocks: tuple[int, ...]
+    num_cached: int
+    num_kept: int
+    num_recent: int
+
+
 class KVSpace(Protocol):
-    """Block ownership per sequence id. Every method is O(blocks touched)."""
+    """Block ownership per sequence id. Every method is O(blocks touched).
+
+    Optional methods:
+
+    - `place(seq_id, start, stop) -> int` of a layout that drops tokens: arrange the table for a forward that computes
+      tokens `start ... stop - 1` of the sequence, and return how many earlier tokens are not in the cache. Token p
+      then lies at index p minus that number; positions stay true, `Batch.context_lens` counts what is cached. Asked
+      again for the same tokens, the answer is the same.
+    - `evictions() -> list[Eviction]`, what `place` decided since the last call; the store carries it out
+      (`KVStore.evict`) before the next forward.
+    - `counters() -> dict[str, float]`, cumulative figures for the record; `reset_counters()` starts them anew.
+    """
 
     #: A sequence keeps one row for life and must sit at that index of a captured batch (dense layouts).
     fixed_rows: bool
@@ -100,7 +166,10 @@ class KVSpace(Protocol):
         ...
 
     def fork(self, parent_id: int, child_id: int) -> list[tuple[int, int]] | None:
-        """Let `child_id` share the parent's tokens; returns (source, target) block copies to make, `None` if full."""
+        """Let `child_id` share the parent's tokens; returns (source, target) block copies to make, `None` if full.
+
+        Where block tables have pools of their own, the pairs are meant for `KVStore.copy` of the same layout alone.
+        """
         ...
 
     def release(self, seq_id: int) -> None:

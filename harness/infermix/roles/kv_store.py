@@ -109,6 +109,12 @@ class KVStore(Protocol):
 
     A store of a layout that provides `kv:swap` has `block_tensors(table) -> list[Tensor]`: every tensor that blocks
     of that table address, contiguous, indexed by block in dimension 0. Copying row i of all of them copies block i.
+
+    Optional methods of a store that drops tokens by their attention scores:
+
+    - `observe(layer: LayerSpec, q, batch, group)`, called in every layer after `write` and before attention with the
+      rotated queries `q [T, H, Dk]`: the store computes what it wants to know from them and its own keys.
+    - `evict(evictions: list[Eviction])`, called between forwards: drop tokens in every layer and move the others.
     """
 
     def write(self, layer_idx: int, k: Tensor, v: Tensor, batch: Batch, group: GroupBatch) -> None:

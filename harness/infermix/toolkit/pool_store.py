@@ -23,22 +23,26 @@ def host_rows(batch: Batch, group: GroupBatch) -> tuple[int, ...]:
 
 
 class PoolStore:
-    """K `[num_blocks + 1, block_size, Hkv, Dk]` and V alike for every layer; the last block is the sink."""
+    """K `[num_blocks + 1, block_size, Hkv, Dk]` and V alike for every layer; the last block is the sink.
+
+    Layers of a block table with a pool of its own have that many blocks (`KVShape.blocks_of`).
+    """
 
     def __init__(self, shape: KVShape, device: torch.device | str, dtype: torch.dtype) -> None:
         self.shape = shape
         self._pools: dict[int, tuple[Tensor, Tensor]] = {}
         self._slots: dict[int, tuple[Tensor, Tensor]] = {}
-        for group in shape.groups:
+        for index, group in enumerate(shape.groups):
+            slots = shape.blocks_of(shape.table_of(index)) + 1, shape.block_size
             for layer in group.layers:
                 pair = tuple(
-                    self._allocate(group.num_kv_heads, dim, device, dtype) for dim in (group.key_dim, group.value_dim)
+                    self._allocate((*slots, group.num_kv_heads, dim), device, dtype)
+                    for dim in (group.key_dim, group.value_dim)
                 )
                 self._pools[layer] = pair[0], pair[1]
                 self._slots[layer] = pair[0].flatten(0, 1), pair[1].flatten(0, 1)
 
-    def _allocate(self, num_kv_heads: int, dim: int, device: torch.device | str, dtype: torch.dtype) -> Tensor:
-        size = (self.shape.num_blocks + 1, self.shape.block_size, num_kv_heads, dim)
+    def _allocate(self, size: tuple[int, ...], device: torch.device | str, dtype: torch.dtype) -> Tensor:
         try:
             return torch.zeros(size, device=device, dtype=dtype)
         except (torch.OutOfMemoryError, RuntimeError) as error:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from infermix.errors import UserError
+from infermix.errors import Unsupported, UserError
+from infermix.roles.attention import LayerSpec
+from infermix.roles.batch import Batch
 from infermix.roles.component import Component
 from infermix.roles.kv_space import KVBudget, KVGroup, KVLayout, KVShape
 from infermix.toolkit.conformance.batches import make_batch
@@ -18,7 +21,9 @@ from infermix.toolkit.conformance.kv_swap import check_kv_swap
 
 #: Two groups of different shape and window, keys wider than values in the second.
 GROUPS = (KVGroup((0, 2), 2, 8, 8), KVGroup((1,), 1, 12, 4, window=5))
-BUDGET = KVBudget(max_num_seqs=4, max_model_len=40, element_bytes=4)
+#: For layouts that take nothing but windows (`kv:windows_only`).
+WINDOWS = (KVGroup((0, 2), 2, 8, 8, window=3), KVGroup((1,), 1, 12, 4, window=5))
+BUDGET = KVBudget(max_num_seqs=4, max_model_len=40, element_bytes=4, max_query_len=11)
 
 
 def check_kv_layout(
@@ -26,13 +31,15 @@ def check_kv_layout(
 ) -> None:
     """Sizes, bytes, and a random walk of reserve, write, view, truncate, fork, release over both halves.
 
-    The store is on `device`, by default on CUDA where there is one and the layout takes it.
+    A group whose blocks are a ring must give back what the new tokens see of its window. A layout that drops tokens
+    must hold as many as it says, each of them one of the sequence, in order, the new ones last. The store is on
+    `device`, by default on CUDA where there is one and the layout takes it.
     """
     options = component.options() if options is None else options
     layout: KVLayout = component.build(options, None)
     device = machine_for(component, options).device if device is None else device
     provided = component.provides(options, example_model(), example_machine(device))
-    shape = layout.shape(GROUPS, BUDGET)
+    shape = layout.shape(WINDOWS if "kv:windows_only" in provided else GROUPS, BUDGET)
     _check_sizes(layout, shape, provided, device)
     life = _Life(layout, shape, provided, random.Random(seed), device)
     for _ in range(steps):
@@ -44,14 +51,18 @@ def check_kv_layout(
 
 
 def _check_sizes(layout: KVLayout, shape: KVShape, provided: frozenset[str], device: str) -> None:
-    full = sum(group.bytes_per_token(BUDGET.element_bytes) for group in GROUPS)
+    full = sum(group.bytes_per_token(BUDGET.element_bytes) for group in shape.groups)
     assert shape.bytes_per_token in (0, full), f"{shape.bytes_per_token} bytes a token, expected {full}"
     store = layout.store(shape, device, torch.float32)
     held = store.allocated_bytes()
     if "kv:preallocated" in provided:
         assert held == shape.bytes, f"the shape says {shape.bytes} bytes, the store holds {held}"
-        tokens = (shape.num_blocks + 1) * shape.block_size
-        assert shape.bytes == tokens * shape.bytes_per_token, "the shape's bytes are not those of its blocks and sink"
+        size = BUDGET.element_bytes * shape.block_size
+        blocks = sum(
+            (shape.blocks_of(shape.table_of(index)) + 1) * group.bytes_per_token(size)
+            for index, group in enumerate(shape.groups)
+        )
+        assert shape.bytes == blocks, "the shape's bytes are not those of its blocks and sinks"
     assert held <= shape.bytes, f"the shape says {shape.bytes} bytes, the store holds {held}"
     if shape.bytes:
         _check_budget(layout, shape)
@@ -59,12 +70,12 @@ def _check_sizes(layout: KVLayout, shape: KVShape, provided: frozenset[str], dev
 
 def _check_budget(layout: KVLayout, shape: KVShape) -> None:
     for max_bytes in (shape.bytes, shape.bytes * 3 // 4):
-        budget = KVBudget(BUDGET.max_num_seqs, BUDGET.max_model_len, BUDGET.element_bytes, max_bytes)
-        capped = layout.shape(GROUPS, budget)
+        budget = replace(BUDGET, max_bytes=max_bytes)
+        capped = layout.shape(shape.groups, budget)
         assert capped.bytes <= max_bytes, f"{capped.bytes} bytes were taken of {max_bytes}"
         assert layout.space(capped).fits(BUDGET.max_model_len), "one sequence of the longest length must fit"
     try:
-        layout.shape(GROUPS, KVBudget(4, 40, 4, max_bytes=64))
+        layout.shape(shape.groups, KVBudget(4, 40, 4, max_bytes=64))
     except UserError:
         return
     raise AssertionError("64 bytes for a sequence of 40 tokens were accepted")
@@ -95,8 +106,9 @@ class _Life:
     ) -> None:
         self.shape, self.provided, self.rng, self.device = shape, provided, rng, device
         self.space = layout.space(shape)
-        self.store = layout.store(shape, device, torch.float32)
+        self.store: Any = layout.store(shape, device, torch.float32)
         self.known: dict[int, dict[int, tuple[Tensor, Tensor]]] = {}
+        self.starts: dict[int, int] = {}
         self.next_id = 0
 
     def step(self) -> None:
@@ -118,11 +130,14 @@ class _Life:
         chosen = [seq_id for seq_id in sorted(self.known) if self.rng.random() < 0.7]
         if len(self.known) < BUDGET.max_num_seqs and self.rng.random() < 0.5:
             chosen.append(self.next_id)
-            self.known[self.next_id] = {layer: self._draw(layer, 0) for group in GROUPS for layer in group.layers}
+            self.known[self.next_id] = {
+                layer: self._draw(layer, 0) for group in self.shape.groups for layer in group.layers
+            }
             self.next_id += 1
         self.rng.shuffle(chosen)
         uniform = self.rng.choice((None, 1, 2))
-        lengths = {seq_id: uniform or self.rng.choice((1, 1, 3, 11)) for seq_id in chosen}
+        longest = self.shape.max_query_len or BUDGET.max_model_len
+        lengths = {seq_id: min(uniform or self.rng.choice((1, 1, 3, 11)), longest) for seq_id in chosen}
         grown = [seq_id for seq_id in chosen if self._reserve(seq_id, lengths[seq_id])]
         if grown:
             self._write_and_read(grown, [lengths[seq_id] for seq_id in grown])
@@ -134,8 +149,6 @@ class _Life:
         before = self.space.usage()
         wanted = self.length(seq_id) + num_new
         if self.space.reserve(seq_id, wanted):
-            table = self.space.block_table(seq_id)
-            assert len(table) * self.shape.block_size >= wanted, "the block table is too short for what was reserved"
             return True
         assert self.space.usage() == before, "a refused reservation changed the space"
         return False
@@ -148,44 +161,98 @@ class _Life:
                 self.known[seq_id][layer] = torch.cat((old[0], drawn[0])), torch.cat((old[1], drawn[1]))
         if self.space.recompute:
             pasts = [0] * len(ids)
-        contexts = [self.length(seq_id) for seq_id in ids]
-        queries = [context - past for context, past in zip(contexts, pasts, strict=True)]
-        batch = make_batch(
-            queries,
-            contexts,
-            [list(self.space.block_table(seq_id)) for seq_id in ids],
-            block_size=self.shape.block_size,
-            sink_block=self.shape.sink_block,
-            num_groups=len(GROUPS),
-            width=self.shape.blocks_per_seq,
-            device=self.device,
-        )
-        for index, group in enumerate(GROUPS):
+        queries = [self.length(seq_id) - past for seq_id, past in zip(ids, pasts, strict=True)]
+        cached = self._placed(ids, pasts)
+        batch = self._batch(ids, queries, cached)
+        for index, group in enumerate(self.shape.groups):
             for layer in group.layers:
                 parts = [self.known[seq_id][layer] for seq_id in ids]
                 k, v = (
                     torch.cat([part[side][past:] for part, past in zip(parts, pasts, strict=True)]) for side in (0, 1)
                 )
                 self.store.write(layer, k, v, batch, batch.groups[index])
+                self._observe(layer, index, batch)
                 view = self.store.view(layer, batch, batch.groups[index])
-                self._compare(view, parts, contexts)
+                self._compare(view, parts, queries, cached, self._ring_window(index))
 
-    def _compare(self, view: Any, parts: Sequence[tuple[Tensor, Tensor]], contexts: Sequence[int]) -> None:
-        batched = view.batched(max(contexts)) if hasattr(view, "batched") else None
-        for index, (part, context) in enumerate(zip(parts, contexts, strict=True)):
-            for side, read in enumerate(view.sequence(index, context)):
-                assert torch.equal(read, part[side]), (
-                    f"{type(view).__name__}: sequence {index} reads back differently"
+    def _placed(self, ids: Sequence[int], pasts: Sequence[int]) -> list[int]:
+        """Let the layout arrange its tables and drop tokens; returns how many tokens each cache then holds."""
+        place = getattr(self.space, "place", lambda seq_id, start, stop: 0)
+        lengths = [self.length(seq_id) for seq_id in ids]
+        dropped = [place(*each) for each in zip(ids, pasts, lengths, strict=True)]
+        if hasattr(self.space, "evictions"):
+            self.store.evict(self.space.evictions())
+            again = [place(*each) for each in zip(ids, pasts, lengths, strict=True)]
+            assert again == dropped, "asked again for the same tokens, place answers differently"
+            assert not self.space.evictions(), "the same tokens are evicted twice"
+        self.starts.update(zip(ids, pasts, strict=True))
+        return [length - gone for length, gone in zip(lengths, dropped, strict=True)]
+
+    def _batch(self, ids: Sequence[int], queries: Sequence[int], cached: Sequence[int]) -> Batch:
+        """One batch with the slots and the block table of each group."""
+        size, batches = self.shape.block_size, []
+        for number in range(self.shape.num_tables):
+            tables = [list(self.space.block_table(seq_id, number)) for seq_id in ids]
+            for table, tokens in zip(tables, cached, strict=True):
+                assert len(table) * size >= tokens, "the block table is too short for what was reserved"
+            batches.append(
+                make_batch(
+                    queries,
+                    cached,
+                    tables,
+                    block_size=size,
+                    sink_block=self.shape.blocks_of(number),
+                    width=self.shape.blocks_per_seq,
+                    device=self.device,
                 )
+            )
+        groups = tuple(batches[self.shape.table_of(index)].groups[0] for index in range(len(self.shape.groups)))
+        return replace(batches[0], groups=groups)
+
+    def _observe(self, layer: int, index: int, batch: Batch) -> None:
+        observe = getattr(self.store, "observe", None)
+        if observe is not None:
+            group = self.shape.groups[index]
+            generator = torch.Generator().manual_seed(self.rng.getrandbits(32))
+            q = torch.randn(batch.num_tokens, 2 * group.num_kv_heads, group.key_dim, generator=generator)
+            q = q.to(self.device)
+            dims = 2 * group.num_kv_heads, group.num_kv_heads, group.key_dim, group.value_dim
+            observe(LayerSpec(layer, index, *dims, scale=0.3, window=group.window), q, batch, batch.groups[index])
+
+    def _ring_window(self, index: int) -> int | None:
+        """The window of a group whose blocks are a ring; other groups must give everything back."""
+        limits = self.shape.table_limits
+        ring = bool(limits) and limits[self.shape.table_of(index)] is not None
+        return self.shape.groups[index].window if ring else None
+
+    def _compare(
+        self,
+        view: Any,
+        parts: Sequence[tuple[Tensor, Tensor]],
+        queries: Sequence[int],
+        cached: Sequence[int],
+        window: int | None,
+    ) -> None:
+        batched = view.batched(max(cached)) if hasattr(view, "batched") else None
+        for index, (part, query, count) in enumerate(zip(parts, queries, cached, strict=True)):
+            first = 0 if window is None else max(0, count - query - window + 1)
+            for side, read in enumerate(view.sequence(index, count)):
+                name = f"{type(view).__name__}: sequence {index}"
+                _check_read(read[first:], part[side], first, query, name)
                 if batched is not None:
-                    same = torch.equal(batched[side][index, :context], part[side])
-                    assert same, f"{type(view).__name__}: batched row {index} differs"
+                    _check_read(batched[side][index, first:count], part[side], first, query, f"{name}, batched")
 
     def truncate(self, seq_id: int) -> None:
+        """A layout that arranges or drops tokens may refuse to go back behind the last step, no further."""
         kept = self.rng.randint(1, self.length(seq_id))
         if seq_id in self._forked():
             return
-        self.space.truncate(seq_id, kept)
+        try:
+            self.space.truncate(seq_id, kept)
+        except Unsupported:
+            assert hasattr(self.space, "place"), "a layout that keeps everything refused to truncate"
+            assert kept <= self.starts[seq_id], "tokens of the last step cannot be cut"
+            return
         self.known[seq_id] = {layer: (k[:kept], v[:kept]) for layer, (k, v) in self.known[seq_id].items()}
 
     def _forked(self) -> set[int]:
@@ -201,6 +268,7 @@ class _Life:
             return
         self.store.copy(pairs)
         self.known[self.next_id] = dict(self.known[seq_id])
+        self.starts[self.next_id] = self.starts[seq_id]
         self.next_id += 1
 
     def release(self, seq_id: int) -> None:
@@ -226,9 +294,21 @@ class _Life:
         assert usage.used_tokens == 0, f"{usage.used_tokens} tokens are still in use at the end"
 
     def _draw(self, layer: int, count: int) -> tuple[Tensor, Tensor]:
-        group = next(group for group in GROUPS if layer in group.layers)
+        group = next(group for group in self.shape.groups if layer in group.layers)
         generator = torch.Generator().manual_seed(self.rng.getrandbits(32))
         return (
             torch.randn(count, group.num_kv_heads, group.key_dim, generator=generator).to(self.device),
             torch.randn(count, group.num_kv_heads, group.value_dim, generator=generator).to(self.device),
         )
+
+
+def _check_read(read: Tensor, known: Tensor, first: int, query: int, name: str) -> None:
+    """`read` begins at index `first` of the cache. Where fewer than all tokens are left, order and origin count."""
+    if first + len(read) == len(known):
+        assert torch.equal(read, known[first:]), f"{name} reads back differently"
+        return
+    same = (read[:, None] == known[None]).all(-1)  # [rows, tokens, heads]
+    assert same.any(1).all(), f"{name} holds what is no token of it"
+    origin = same.int().argmax(1)
+    assert (origin[1:] > origin[:-1]).all(), f"{name} holds its tokens out of order"
+    assert torch.equal(read[-query:], known[-query:]), f"{name} has lost new tokens"
