@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any
 
+from infermix.errors import UserError
 from infermix.roles.component import Component, FeatureRule, Features, Options, Role
 from msgspec import Meta
 
@@ -27,6 +28,57 @@ ChunkTokens = Annotated[
 class HybridOptions(Options, frozen=True):
     block_size: BlockSize = 16
     max_chunk_tokens: ChunkTokens = 512
+
+
+class SinkWindowOptions(Options, frozen=True):
+    sink_tokens: Annotated[
+        int,
+        Meta(ge=0, description="first tokens that stay, rounded up to whole blocks", extra={"unit": "tokens"}),
+    ] = 4
+    window: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="last tokens that stay, the query's own included; up to a block and the step's tokens more",
+            extra={"unit": "tokens"},
+        ),
+    ] = 1024
+    block_size: BlockSize = 16
+    max_chunk_tokens: ChunkTokens = 512
+
+
+Budget = Annotated[
+    int, Meta(ge=1, description="tokens of a sequence that stay when it is cut", extra={"unit": "tokens"})
+]
+
+
+class H2oOptions(Options, frozen=True):
+    budget: Budget = 1024
+    recent_fraction: Annotated[
+        float, Meta(ge=0, le=1, description="share of the budget that the newest tokens get; the rest: heavy hitters")
+    ] = 0.5
+    slack: Annotated[
+        int,
+        Meta(ge=0, description="tokens beyond the budget before the cache is cut again", extra={"unit": "tokens"}),
+    ] = 16
+    block_size: BlockSize = 16
+
+
+class SnapKvOptions(Options, frozen=True):
+    budget: Budget = 1024
+    observation_window: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="last queries of a prompt whose attention chooses; as many of the newest tokens stay. "
+            "A piece of a prompt that is shorter is not looked at",
+            extra={"unit": "tokens"},
+        ),
+    ] = 32
+    pool_kernel: Annotated[
+        int, Meta(ge=1, description="neighbours whose highest score a token takes; odd", extra={"unit": "tokens"})
+    ] = 5
+    block_size: BlockSize = 16
 
 
 def _always(*names: str) -> FeatureRule:
@@ -54,7 +106,41 @@ def _build_windowed(options: HybridOptions, context: None) -> Any:
     return HybridLayout(options.block_size, options.max_chunk_tokens, windows_only=True)
 
 
+def _build_sink_window(options: SinkWindowOptions, context: None) -> Any:
+    from infermix_kv.sink_window import SinkWindowLayout
+
+    return SinkWindowLayout(options.block_size, options.sink_tokens, options.window, options.max_chunk_tokens)
+
+
+def _build_h2o(options: H2oOptions, context: None) -> Any:
+    from infermix_kv.eviction import EvictingLayout, Policy
+
+    recent = round(options.budget * options.recent_fraction)
+    return EvictingLayout(options.block_size, Policy(budget=options.budget, recent=recent, slack=options.slack))
+
+
+def _build_snapkv(options: SnapKvOptions, context: None) -> Any:
+    """Raises `UserError` for options that leave nothing to choose, or no middle to pool around."""
+    from infermix_kv.eviction import EvictingLayout, Policy
+
+    if options.budget < options.observation_window:
+        raise UserError(
+            f"a budget of {options.budget} tokens does not hold the observation window",
+            key="parts.kv.budget",
+            hint=f"at least {options.observation_window}, or a smaller observation_window",
+        )
+    if options.pool_kernel % 2 == 0:
+        raise UserError(f"{options.pool_kernel} is even", key="parts.kv.pool_kernel", hint="use an odd number")
+    window = options.observation_window
+    policy = Policy(budget=options.budget, recent=window, observed_queries=window, pool_kernel=options.pool_kernel)
+    return EvictingLayout(options.block_size, policy)
+
+
 def dropping_components() -> list[Component]:
+    return [*_rings(), *_cuts()]
+
+
+def _rings() -> list[Component]:
     return [
         Component(
             name="hybrid",
@@ -75,5 +161,47 @@ def dropping_components() -> list[Component]:
             requires=("torch",),
             provides=_always(*RING_FEATURES, "kv:windows_only"),
             adapters=_gather,
+        ),
+    ]
+
+
+def _cuts() -> list[Component]:
+    scored = ("view:paged", "kv:paged", "kv:truncate")
+    return [
+        Component(
+            name="sink_window",
+            role=Role.KV,
+            summary="the first tokens and a window of the last ones in constant memory, keys at their true positions",
+            build=_build_sink_window,
+            options=SinkWindowOptions,
+            requires=("torch",),
+            provides=_always(*RING_FEATURES),
+            adapters=_gather,
+            lossless=lambda options: False,
+            source="Xiao et al., Efficient Streaming Language Models with Attention Sinks, 2023",
+        ),
+        Component(
+            name="h2o",
+            role=Role.KV,
+            summary="per head the newest tokens and those with the highest sums of attention, within a budget",
+            build=_build_h2o,
+            options=H2oOptions,
+            requires=("torch",),
+            provides=_always(*scored, "graph:no"),
+            adapters=_gather,
+            lossless=lambda options: False,
+            source="Zhang et al., H2O: Heavy-Hitter Oracle, 2023",
+        ),
+        Component(
+            name="snapkv",
+            role=Role.KV,
+            summary="per head the tokens of a prompt that its last queries attend to most; generated ones all stay",
+            build=_build_snapkv,
+            options=SnapKvOptions,
+            requires=("torch",),
+            provides=_always(*scored),
+            adapters=_gather,
+            lossless=lambda options: False,
+            source="Li et al., SnapKV: LLM Knows What You are Looking for Before Generation, 2024",
         ),
     ]

@@ -18,6 +18,18 @@ VARIANTS: dict[tuple[Role, str], list[dict[str, Any]]] = {
     (Role.KV, "paged"): [{"block_size": 1}, {"block_size": 7}, {"block_size": 64}],
     (Role.KV, "hybrid"): [{"block_size": b, "max_chunk_tokens": c} for b, c in ((1, 1), (2, 3), (4, 11), (64, 5))],
     (Role.KV, "windowed"): [{"block_size": b, "max_chunk_tokens": c} for b, c in ((1, 1), (2, 3), (4, 11))],
+    (Role.KV, "sink_window"): [
+        {"sink_tokens": s, "window": w, "block_size": b, "max_chunk_tokens": c}
+        for s, w, b, c in ((0, 1, 1, 1), (4, 6, 1, 3), (3, 5, 2, 11), (4, 9, 4, 4))
+    ],
+    (Role.KV, "h2o"): [
+        {"budget": n, "recent_fraction": r, "slack": s, "block_size": b}
+        for n, r, s, b in ((1, 0.0, 0, 1), (7, 0.5, 2, 4), (12, 1.0, 5, 3))
+    ],
+    (Role.KV, "snapkv"): [
+        {"budget": n, "observation_window": w, "pool_kernel": k, "block_size": b}
+        for n, w, k, b in ((1, 1, 1, 1), (6, 2, 3, 4), (9, 3, 5, 2))
+    ],
     (Role.QUANTIZER, "rtn"): [
         {"bits": bits, "granularity": granularity, "group_size": 32, "symmetric": symmetric}
         for bits in (8, 4)

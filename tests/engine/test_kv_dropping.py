@@ -119,3 +119,56 @@ def test_scores_are_those_of_paged(build_engine: Build, tiny_gemma3: Path, proto
 def test_windowed_needs_windows_in_all_layers(build_engine: Build, tiny_gemma3: Path) -> None:
     with pytest.raises(UserError, match="1 layers of the model have no sliding window"):
         build_engine({"kv": "windowed"}, model=tiny_gemma3)
+
+
+LOSSY = {
+    "sink_window": ("sink_window", {"sink_tokens": 4, "window": 12, "block_size": 4, "max_chunk_tokens": 8}),
+    "h2o": ("h2o", {"budget": 16, "slack": 4, "block_size": 4}),
+    "snapkv": ("snapkv", {"budget": 16, "observation_window": 4, "pool_kernel": 3, "block_size": 4}),
+}
+
+
+@pytest.mark.parametrize("name", LOSSY)
+def test_lossy_tokens_do_not_depend_on_the_batch(build_engine: Build, name: str) -> None:
+    engine = build_engine({"kv": LOSSY[name]})
+    together = generate(engine, requests())
+    counters = engine.report().counters
+    alone = {request.request_id: generate(engine, [request])[request.request_id] for request in requests()}
+    assert together == alone
+    exact = generate(build_engine({"kv": ("paged", {"block_size": 4})}), requests())
+    assert together != exact
+    assert together["0"][:4] == exact["0"][:4]  # nothing is dropped of a sequence this short
+    assert 0 < counters["kv_kept_fraction"] < 1
+    total = sum(len(request.prompt_ids) + 29 for request in requests())
+    assert counters["kv_dropped_tokens"] == pytest.approx((1 - counters["kv_kept_fraction"]) * total, abs=1)
+    assert engine.report().self_check["attention"].startswith("not checked alone")
+
+
+@pytest.mark.parametrize("name", LOSSY)
+def test_dropped_tokens_make_room(build_engine: Build, name: str) -> None:
+    """With memory for one longest sequence, more run at once than where every token stays."""
+    memory = 2 * 4 * 2 * 2 * 16 * 4 * (32 + 1) + 2 * 4 * 2 * 4 * (32 + 1)  # K and V of both layers, and scores
+    lossy, paged = (
+        build_engine({"kv": kv}, kv_memory_bytes=memory) for kv in (LOSSY[name], ("paged", {"block_size": 4}))
+    )
+    for engine in (lossy, paged):
+        generate(engine, requests())
+    less, more = (each.report().counters for each in (lossy, paged))
+    assert less["preemptions"] <= more["preemptions"]
+    assert less["steps"] < more["steps"]
+
+
+def test_sink_window_memory_is_constant(build_engine: Build) -> None:
+    """One sink block, a window of 12 and a piece of 8 in blocks of 4: 7 blocks a sequence, whatever its length."""
+    engine = build_engine({"kv": LOSSY["sink_window"]}, max_num_seqs=2)
+    report = engine.report()
+    (table,) = report.executed["kv"]["tables"]
+    assert table["blocks_per_sequence"] == 7
+    assert report.kv_bytes == table["bytes"] == (2 * 7 + 1) * 4 * report.kv_bytes_per_token
+
+
+def test_snapkv_refuses_a_budget_below_its_observation_window(build_engine: Build) -> None:
+    with pytest.raises(UserError, match="does not hold the observation window"):
+        build_engine({"kv": ("snapkv", {"budget": 8})})
+    with pytest.raises(UserError, match="4 is even"):
+        build_engine({"kv": ("snapkv", {"pool_kernel": 4})})
