@@ -11,7 +11,7 @@ from msgspec import Meta
 if TYPE_CHECKING:
     from infermix.roles.facts import MachineFacts, ModelFacts
 
-RING_FEATURES = ("view:paged", "kv:paged", "kv:truncate", "kv:fork", "kv:preallocated")
+RING_FEATURES = ("view:paged", "kv:paged", "kv:truncate", "kv:fork", "kv:swap", "kv:preallocated")
 
 BlockSize = Annotated[int, Meta(ge=1, le=4096, description="tokens in one block", extra={"unit": "tokens"})]
 ChunkTokens = Annotated[

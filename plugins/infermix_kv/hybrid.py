@@ -8,7 +8,8 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from infermix.errors import UserError
-from infermix.roles.kv_space import KVBudget, KVGroup, KVShape, KVUsage
+from infermix.roles.kv_space import BlockMoves, KVBudget, KVGroup, KVShape, KVUsage
+from infermix.toolkit.host_blocks import HostBlocks
 from infermix.toolkit.paged_space import PagedSpace, bytes_per_token
 
 from infermix_kv.ring_space import RingSpace, ring_blocks
@@ -160,6 +161,7 @@ class HybridSpace:
         self._rings = [space for space in self._spaces if isinstance(space, RingSpace)]
         self._bases = table_bases(shape)
         self._lengths: dict[int, int] = {}
+        self._host = HostBlocks.of(shape)
         self.reset_counters()
 
     def reserve(self, seq_id: int, num_tokens: int) -> bool:
@@ -205,6 +207,22 @@ class HybridSpace:
             self._count(seq_id, self._lengths.pop(seq_id))
         for space in self._spaces:
             space.release(seq_id)
+        self._host.release(seq_id)
+
+    def swap_out(self, seq_id: int, num_tokens: int) -> BlockMoves | None:
+        """Of a ring, the blocks that its tokens fill; a swapped sequence has not ended, so counters wait."""
+        length = self._lengths.pop(seq_id)
+        moves = self._host.swap_out(self, seq_id, num_tokens)
+        if moves is None:
+            self._lengths[seq_id] = length
+        return moves
+
+    def swap_in(self, seq_id: int, num_tokens: int) -> BlockMoves | None:
+        saved = self._host.saved_tokens(seq_id)
+        moves = self._host.swap_in(self, seq_id, num_tokens)
+        if moves is not None:
+            self.place(seq_id, 0, saved)
+        return moves
 
     def block_table(self, seq_id: int, table: int = 0) -> Sequence[int]:
         return self._spaces[table].block_table(seq_id)

@@ -87,9 +87,7 @@ def test_every_request_ends_in_any_space_that_fits_the_largest(
 ) -> None:
     largest = max(prompt + output for prompt, output in lengths)
     num_blocks = -(-largest // block_size) + spare
-    shape = KVShape(
-        SMALL, num_blocks, block_size, max_num_seqs, num_blocks * block_size, 0, 0.0, num_host_blocks=host
-    )
+    shape = KVShape(SMALL, num_blocks, block_size, max_num_seqs, num_blocks * block_size, 0, 0.0, host_blocks=(host,))
     space: Any = WatchedSpace(shape)
     scheduler = ContinuousScheduler(max_num_seqs, budget, chunked, swap=swap)
     run_to_end(scheduler, space, lengths, max_num_seqs=max_num_seqs, lag=lag, arrive_every=arrive_every)
@@ -148,7 +146,7 @@ def test_what_comes_back_alone_runs_at_once() -> None:
 
 def test_a_full_host_means_recomputation() -> None:
     scheduler, space, sequences = _pressed()
-    space.host = HostBlocks(0, 4)
+    space.host = HostBlocks([0], 4, [-1])
     _advance(scheduler.schedule(space, 0.0))
     plan = scheduler.schedule(space, 0.0)
     assert plan.preempted == [sequences[2]]
@@ -171,7 +169,7 @@ def test_a_table_with_repeats_and_the_sink_moves_each_block_once() -> None:
         def block_table(self, seq_id: int, table: int = 0) -> list[int]:
             return [9, 9, 0, 1, 0, 1] if table else [4, 5, 6, 7, 8, 3]
 
-    space, host = Ring(10), HostBlocks(10, 4, num_tables=2, sink_block=9)
+    space, host = Ring(10), HostBlocks([10, 10], 4, [9, 9])
     assert space.reserve(0, 24)
     moves = host.swap_out(space, 0, 20)
     assert moves is not None
@@ -183,8 +181,8 @@ def test_a_table_with_repeats_and_the_sink_moves_each_block_once() -> None:
 def test_host_memory_is_counted_in_blocks(layout: Any) -> None:
     shape = layout.shape(SMALL, KVBudget(3, 16, 4))
     block_bytes = shape.bytes // (shape.num_blocks + 1)
-    assert with_host_blocks(shape, 2 * block_bytes + 1).num_host_blocks == 2
-    assert with_host_blocks(shape, 10**9).num_host_blocks == 3 * shape.blocks_per_seq
+    assert with_host_blocks(shape, 2 * block_bytes + 1).host_blocks == (2,)
+    assert with_host_blocks(shape, 10**9).host_blocks == (3 * shape.blocks_per_seq,)
     with pytest.raises(UserError, match=f"at least {block_bytes} bytes are needed"):
         with_host_blocks(shape, block_bytes - 1)
 

@@ -41,6 +41,6 @@ def make_swapper(context: EngineContext, store: KVStore, shape: KVShape, report:
         return None
     swapper = BlockSwapper(store, shape, torch.device(context.machine.device), context.clock_ns)
     report.executed.setdefault("engine", {}).update(
-        swap_host_bytes=swapper.host_bytes, swap_host_blocks=shape.num_host_blocks
+        swap_host_bytes=swapper.host_bytes, swap_host_blocks=list(shape.host_blocks)
     )
     return swapper

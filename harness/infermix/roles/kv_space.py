@@ -50,7 +50,7 @@ class KVShape:
 
     `bytes` is what the store allocates, sink included; `bytes_per_token` what the slots of one token take in all
     groups. `group_tables` maps a KV group to the block table that it uses; empty means that all groups share table 0.
-    `num_host_blocks` blocks of every table fit the host memory that sequences are swapped out to.
+    `host_blocks[t]` blocks of table t fit the host memory that sequences are swapped out to; empty means none.
 
     Block tables may have pools of their own: `table_blocks[t]` usable blocks (the sink behind them), of which one
     sequence holds at most `table_limits[t]` (`None`: as many as its tokens need). Empty means `num_blocks` and no
@@ -66,7 +66,7 @@ class KVShape:
     bytes: int
     bytes_per_token: float
     group_tables: tuple[int, ...] = ()
-    num_host_blocks: int = 0
+    host_blocks: tuple[int, ...] = ()
     table_blocks: tuple[int, ...] = ()
     table_limits: tuple[int | None, ...] = ()
     max_query_len: int | None = None
@@ -83,6 +83,15 @@ class KVShape:
     def blocks_of(self, table: int) -> int:
         """Usable blocks of the pool behind a block table, which is also the id of its sink block."""
         return self.table_blocks[table] if self.table_blocks else self.num_blocks
+
+    def host_blocks_of(self, table: int) -> int:
+        """Blocks of a table that the host holds."""
+        return self.host_blocks[table] if self.host_blocks else 0
+
+    def most_blocks_of(self, table: int) -> int:
+        """Blocks of a table that one sequence of the longest length holds."""
+        limit = self.table_limits[table] if self.table_limits else None
+        return self.blocks_per_seq if limit is None else min(limit, self.blocks_per_seq)
 
     def held_tokens(self, group: int, num_tokens: int) -> int:
         """Slots that a group holds for one sequence of `num_tokens`: whole blocks, at most those of a ring."""

@@ -61,7 +61,7 @@ class BlockSwapper:
         if block_tensors is None:
             raise Unsupported(f"{type(store).__name__} does not say which tensors its blocks are in (block_tensors)")
         self._tables = [
-            _Table(BlockRows(block_tensors(number)), shape.num_host_blocks, device, staging_bytes)
+            _Table(BlockRows(block_tensors(number)), shape.host_blocks_of(number), device, staging_bytes)
             for number in range(shape.num_tables)
         ]
         self._device = device

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from infermix.errors import UserError
@@ -12,37 +13,45 @@ Tables = tuple[tuple[int, ...], ...]
 
 
 def with_host_blocks(shape: KVShape, swap_bytes: int) -> KVShape:
-    """`shape` with as many host blocks as `swap_bytes` hold, at most one for every block that can be in use.
+    """`shape` with the host blocks that `swap_bytes` hold: of every table the same share of its pool.
 
-    Raises `UserError` when not even one block fits.
+    There are at most as many as sequences can have in use. Raises `UserError` when some table gets not even one.
     """
     if not shape.bytes:
         return shape
-    count = swap_bytes * (shape.num_blocks + 1) // shape.bytes
-    if not count:
+    sizes = [shape.blocks_of(table) + 1 for table in range(shape.num_tables)]
+    counts = [swap_bytes * size // shape.bytes for size in sizes]
+    if not all(counts):
         raise UserError(
             f"{swap_bytes} bytes of host memory do not hold one block of KV",
             key="limits.kv_swap_bytes",
-            hint=f"at least {-(-shape.bytes // (shape.num_blocks + 1))} bytes are needed",
+            hint=f"at least {-(-shape.bytes // min(sizes))} bytes are needed",
         )
-    return replace(shape, num_host_blocks=min(count, shape.max_num_seqs * shape.blocks_per_seq))
+    most = (shape.max_num_seqs * shape.most_blocks_of(table) for table in range(shape.num_tables))
+    return replace(shape, host_blocks=tuple(map(min, counts, most)))
 
 
 class HostBlocks:
     """`swap_out` and `swap_in` of a space, over its own `block_table`, `release` and `reserve`.
 
-    Suits spaces whose table is a function of the number of tokens reserved. A table may repeat blocks (a ring) and
-    name the sink: each real block is moved once.
+    `counts[t]` blocks of table t fit the host; `sinks[t]` is its sink. Suits spaces whose tables are a function of
+    the number of tokens reserved. A table may repeat blocks (a ring) and name the sink: each real block moves once.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, *, num_tables: int = 1, sink_block: int = -1) -> None:
-        self._pools = [BlockPool(num_blocks) for _ in range(num_tables)]
-        self._block_size, self._sink_block = block_size, sink_block
+    def __init__(self, counts: Sequence[int], block_size: int, sinks: Sequence[int]) -> None:
+        self._pools = [BlockPool(count) for count in counts]
+        self._block_size, self._sinks = block_size, sinks
         self._held: dict[int, tuple[int, Tables]] = {}
 
     @classmethod
     def of(cls, shape: KVShape) -> HostBlocks:
-        return cls(shape.num_host_blocks, shape.block_size, num_tables=shape.num_tables, sink_block=shape.sink_block)
+        tables = range(shape.num_tables)
+        counts = [shape.host_blocks_of(table) for table in tables]
+        return cls(counts, shape.block_size, [shape.blocks_of(table) for table in tables])
+
+    def saved_tokens(self, seq_id: int) -> int:
+        """Tokens of a swapped-out sequence."""
+        return self._held[seq_id][0]
 
     @property
     def num_used(self) -> int:
@@ -79,8 +88,10 @@ class HostBlocks:
     def _blocks(self, space: KVSpace, seq_id: int, num_tokens: int) -> Tables:
         """Per table, the distinct blocks that hold the first `num_tokens` tokens."""
         count = -(-num_tokens // self._block_size)
-        tables = (space.block_table(seq_id, number)[:count] for number in range(len(self._pools)))
-        return tuple(tuple(block for block in dict.fromkeys(table) if block != self._sink_block) for table in tables)
+        return tuple(
+            tuple(block for block in dict.fromkeys(space.block_table(seq_id, number)[:count]) if block != sink)
+            for number, sink in enumerate(self._sinks)
+        )
 
     def _take(self, wanted: Tables) -> Tables | None:
         """As many host blocks per table as `wanted` names; `None` (and no change) when one table has too few."""

@@ -89,7 +89,7 @@ def _moves(shape: Any, tokens: int, order: random.Random, scattered: bool) -> tu
     """Out and back in, device blocks in random order."""
     count = -(-tokens // shape.block_size)
     device = tuple(order.sample(range(shape.num_blocks), count))
-    host = tuple(order.sample(range(shape.num_host_blocks), count)) if scattered else tuple(range(count))
+    host = tuple(order.sample(range(shape.host_blocks[0]), count)) if scattered else tuple(range(count))
     return BlockMoves(0, True, (device,), (host,)), BlockMoves(0, False, (device,), (host,))
 
 

@@ -16,7 +16,8 @@ from infermix.toolkit.block_swapper import BlockSwapper
 
 def check_kv_swap(layout: KVLayout, shape: KVShape, device: str = "cpu") -> None:
     """Sequences leave and come back in another order while another one writes over the blocks that they left."""
-    shape = replace(shape, num_host_blocks=2 * shape.blocks_per_seq)
+    two = tuple(2 * shape.most_blocks_of(table) for table in range(shape.num_tables))
+    shape = replace(shape, host_blocks=two)
     _Swaps(layout, shape, device).check()
     _check_refusals(cast(SwapSpace, layout.space(shape)), shape)
 
@@ -48,7 +49,7 @@ class _Swaps:
         assert self.space.reserve(seq_id, self.shape.max_model_len)
         saved = self.fill(seq_id)
         moves = self.space.swap_out(seq_id, self.length)
-        assert moves is not None, f"{self.shape.num_host_blocks} host blocks do not take sequence {seq_id}"
+        assert moves is not None, f"{self.shape.host_blocks} host blocks do not take sequence {seq_id}"
         self.swapper.execute([moves])
         return saved
 
@@ -80,7 +81,10 @@ class _Swaps:
         """Distinct blocks of a sequence per table, without the sink."""
         count = -(-self.length // self.shape.block_size)
         tables = (self.space.block_table(seq_id, number)[:count] for number in range(self.shape.num_tables))
-        return [[block for block in dict.fromkeys(table) if block != self.shape.sink_block] for table in tables]
+        return [
+            [block for block in dict.fromkeys(table) if block != self.shape.blocks_of(number)]
+            for number, table in enumerate(tables)
+        ]
 
 
 def _check_refusals(space: SwapSpace, shape: KVShape) -> None:

@@ -26,7 +26,7 @@ class CountingSpace:
     num_host_blocks: int = 0
 
     def __post_init__(self) -> None:
-        self.host = HostBlocks(self.num_host_blocks, self.block_size)
+        self.host = HostBlocks([self.num_host_blocks], self.block_size, [-1])
 
     def _blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
