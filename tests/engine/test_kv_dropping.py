@@ -100,6 +100,19 @@ def test_preemption_keeps_the_tokens(build_engine: Build, tiny_gemma3: Path, exp
     assert engine.report().counters["preemptions"] > 0
 
 
+def test_swapping_keeps_the_tokens(build_engine: Build, tiny_gemma3: Path, expected: dict[str, list[int]]) -> None:
+    """Rings and paged blocks leave and come back together; counters of ended sequences count each once."""
+    block = 4 * 2 * 2 * 16 * 4
+    parts = {"kv": HYBRID, "scheduler": ("continuous", {"preemption": "swap"})}
+    memory = {"kv_memory_bytes": block * (40 + 1) + 5 * block * (24 + 1), "kv_swap_bytes": 10_000_000}
+    engine = build_engine(parts, model=tiny_gemma3, **memory)
+    assert generate(engine, requests()) == expected
+    counters = engine.report().counters
+    assert counters["swaps_out"] == counters["swaps_in"] == counters["preemptions"] > 0
+    stored = sum(len(request.prompt_ids) + 29 for request in requests())
+    assert 2 * stored <= counters["kv_stored_slots"] <= 2 * (stored + len(requests()))
+
+
 def test_a_long_prompt_runs_in_pieces(build_engine: Build, tiny_gemma3: Path) -> None:
     engine = build_engine({"kv": HYBRID}, model=tiny_gemma3)
     generate(engine, requests((23,), max_new_tokens=2))

@@ -21,7 +21,7 @@ def reader(memory: int, tokenizer: Any) -> Any:
     def next_logits(tokens: tuple[int, ...]) -> torch.Tensor:
         text = tokenizer.decode(tokens)
         prompt, answer = text[: text.rindex("The pass key is") + 15], text[text.rindex("The pass key is") + 15 :]
-        found = re.search(r"(\d+) is the pass key", prompt[-memory:])
+        found = re.search(r"the pass key is (\d+)", prompt[-memory:])
         wanted = f" {found.group(1) if found else 'lost'}."
         logits = torch.zeros(tokenizer.vocab_size)
         logits[ord(wanted[min(len(answer), len(wanted) - 1)]) + OFFSET] = 1.0

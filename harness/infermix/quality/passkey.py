@@ -23,7 +23,7 @@ from infermix.roles.request import Request, SamplingParams
 
 _OPENING = "A pass key is hidden in this text. Find it and remember it."
 _FILLER = "The river is wide and slow. The hills are green. A boat goes by. The day is long. We come back. "
-_HIDDEN = "The pass key is {key}. Remember it. {key} is the pass key. "
+_HIDDEN = "The pass key is {key}. Remember it. Once more, the pass key is {key}. "
 _QUESTION = "What is the pass key?"
 _LEAD = " The pass key is"
 _MAX_FAILURES = 10
