@@ -80,7 +80,7 @@ def _starts(shape: LinearShape, num_rows: int) -> list[LinearLaunch]:
         starts = [gemv.default_launch(*size)]
     elif shape.family == "w4a16":
         starts = [w4a16.default_launch(*size), w4a16.tile_launch(*size)]
-        starts += [ExpandLaunch()] if num_rows > 64 else []
+        starts += [ExpandLaunch(), w4a16.SHARED_TILE] if num_rows > 64 else []
     elif shape.family == "w8a16":
         starts = [w8a16.default_launch(*size, shape.group_size or shape.in_features)]
     elif shape.family == "int8":

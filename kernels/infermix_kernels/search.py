@@ -61,14 +61,13 @@ def seconds_of(calls: Sequence[Callable[[], object]], measure: Measure | None) -
     """Seconds of a call; `None` when the device has no resources for its launch, or the compiler no code."""
     errors = triton.runtime.errors
     try:
-        calls[0]()
+        return (measure or graph_seconds)(calls)
     except (errors.OutOfResources, errors.PTXASError, triton.CompilationError):
         return None
     except RuntimeError as error:
         if "PassManager::run failed" in str(error):
             return None
         raise
-    return (measure or graph_seconds)(calls)
 
 
 def graph_seconds(calls: Sequence[Callable[[], object]]) -> float:

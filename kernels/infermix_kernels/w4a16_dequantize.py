@@ -12,8 +12,9 @@ from infermix_kernels.pack import RUN, PackedW4
 from infermix_kernels.w4a16_tile import load_zeros
 from infermix_kernels.w4a16_unpack import offset_of, scaled_plane
 
-#: Elements of the room for expanded weights that is allocated when none is given: 64 MiB in 16 bits.
-DEFAULT_ROOM = 1 << 25
+#: Elements of the room for expanded weights that is allocated when none is given: 256 MiB in 16 bits. The largest
+#: linears of an 8B layer fit in one piece: a product of a few thousand output features fills no large device.
+DEFAULT_ROOM = 1 << 27
 _ROWS = 64
 
 
@@ -81,7 +82,8 @@ def dequantized_product(x: Tensor, weight: PackedW4, bias: Tensor | None, out: T
     """
     num_features, width = weight.out_features, weight.in_features
     if room is None:
-        room = torch.empty(max(DEFAULT_ROOM, width), dtype=x.dtype, device=x.device)
+        size = min(max(DEFAULT_ROOM, width), num_features * width)
+        room = torch.empty(size, dtype=x.dtype, device=x.device)
     require(room.dim() == 1 and room.dtype == x.dtype, f"room must be 1-dimensional, {x.dtype}")
     require(room.numel() >= width, f"room has {room.numel()} elements, one output feature has {width}")
     pieces = triton.cdiv(num_features, room.numel() // width)

@@ -146,6 +146,7 @@ def _w4a16(sheet: Sheet, rows: int, table: MatmulTable | None) -> None:
         contenders.append(("ours tuned", partial(_our_w4, {**options, "launches": table}), True))
     if rows > w4a16.MAX_TILED_ROWS:
         contenders.append(("ours, tiles", partial(_our_w4_tiles, options, rows), True))
+        contenders.append(("ours, shared tiles", partial(_our_w4, {**options, "launch": w4a16.SHARED_TILE}), True))
     contenders += [("Marlin", _marlin, False), ("Machete", _machete, False)]
     if rows <= 64:
         contenders.append(("tinygemm", _tinygemm, False))

@@ -20,10 +20,14 @@ CPU = torch.device("cpu")
 
 
 def _prefer(**wanted: Any) -> Callable[[Sequence[Any]], float]:
-    """A measurement that likes launches with these fields."""
+    """A measurement that likes launches with these fields; runs one call of each kind of launch and kernel."""
+    ran: set[Any] = set()
 
     def measure(calls: Sequence[Any]) -> float:
         launch = calls[0].keywords["launch"]
+        if (type(launch), calls[0].func) not in ran:
+            ran.add((type(launch), calls[0].func))
+            calls[0]()
         return 1.0 - 0.2 * sum(getattr(launch, name, None) == value for name, value in wanted.items())
 
     return measure
