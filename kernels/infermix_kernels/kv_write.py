@@ -18,9 +18,10 @@ from infermix_kernels.checks import (
 )
 from infermix_kernels.dependent import wait_for_inputs
 from infermix_kernels.rotary import (
+    HeadNorms,
     RotaryTable,
     heads_per_program,
-    load_rotated,
+    load_head,
     load_tail,
     padded_tail,
     rotate_heads,
@@ -63,16 +64,21 @@ def inverse_scale(amax, scales, offsets, valid, QUANT_MAX: tl.constexpr):
 @triton.jit
 def write_keys(
     k, pool, scales, k_offsets, pool_offsets, scale_offsets, valid, angles_cos, angles_sin, position,
+    weight, eps, shift,
     DIM: tl.constexpr, HALF: tl.constexpr, PAD_HALF: tl.constexpr, PAD_TAIL: tl.constexpr,
-    INTERLEAVED: tl.constexpr, QUANT_MAX: tl.constexpr, HEADS: tl.constexpr,
+    INTERLEAVED: tl.constexpr, QUANT_MAX: tl.constexpr, HEADS: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     """A rotated key (HALF = 0: an unrotated one) of some heads into one slot."""
     amax = tl.zeros([HEADS], tl.float32)
     if HALF > 0:
-        a, b = load_rotated(k, k_offsets, valid, angles_cos, angles_sin, position, HALF, PAD_HALF, INTERLEAVED)
+        a, b, rest = load_head(
+            k, k_offsets, valid, angles_cos, angles_sin, position, weight, eps, shift,
+            DIM, HALF, PAD_HALF, PAD_TAIL, INTERLEAVED, NORM,
+        )  # fmt: skip
         amax = tl.maximum(absolute_max(a), absolute_max(b))
+    elif PAD_TAIL > 0:
+        rest = load_tail(k, k_offsets, valid, 0, DIM, PAD_TAIL)
     if PAD_TAIL > 0:
-        rest = load_tail(k, k_offsets, valid, 2 * HALF, DIM - 2 * HALF, PAD_TAIL)
         amax = tl.maximum(amax, absolute_max(rest))
     inverse = inverse_scale(amax, scales, scale_offsets, valid, QUANT_MAX)
     if HALF > 0:
@@ -97,6 +103,10 @@ def kv_write_kernel(
     angles_cos,
     angles_sin,
     positions,
+    q_weight,
+    k_weight,
+    eps,
+    shift,
     num_q_heads,
     num_kv_heads,
     block_size,
@@ -127,6 +137,7 @@ def kv_write_kernel(
     INTERLEAVED: tl.constexpr,
     QUANT_MAX: tl.constexpr,
     HEADS: tl.constexpr,
+    NORM: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Grid: (tokens, tiles of query heads to rotate, then of KV heads to rotate and store)."""
@@ -140,7 +151,8 @@ def kv_write_kernel(
         heads = tile * HEADS + tl.arange(0, HEADS)
         rotate_heads(
             q, q_out, token * q_token + heads * q_head, token * qo_token + heads * qo_head, heads < num_q_heads,
-            angles_cos, angles_sin, position, KEY_DIM, HALF, PAD_HALF, PAD_TAIL, INTERLEAVED,
+            angles_cos, angles_sin, position, q_weight, eps, shift,
+            KEY_DIM, HALF, PAD_HALF, PAD_TAIL, INTERLEAVED, NORM,
         )  # fmt: skip
     else:
         heads = (tile - q_tiles) * HEADS + tl.arange(0, HEADS)
@@ -151,14 +163,14 @@ def kv_write_kernel(
         write_keys(
             k, keys, key_scales, token * k_token + heads * k_head,
             block * keys_block + offset * keys_token + heads * keys_head, scale_offsets, valid,
-            angles_cos, angles_sin, position,
-            KEY_DIM, HALF, PAD_HALF, PAD_TAIL, INTERLEAVED, QUANT_MAX, HEADS,
+            angles_cos, angles_sin, position, k_weight, eps, shift,
+            KEY_DIM, HALF, PAD_HALF, PAD_TAIL, INTERLEAVED, QUANT_MAX, HEADS, NORM,
         )  # fmt: skip
         write_keys(
             v, values, value_scales, token * v_token + heads * v_head,
             block * values_block + offset * values_token + heads * values_head, scale_offsets, valid,
-            angles_cos, angles_sin, position,
-            VALUE_DIM, 0, 1, PAD_VALUE, False, QUANT_MAX, HEADS,
+            angles_cos, angles_sin, position, k_weight, eps, shift,
+            VALUE_DIM, 0, 1, PAD_VALUE, False, QUANT_MAX, HEADS, False,
         )  # fmt: skip
 
 
@@ -175,18 +187,24 @@ def write_kv(
     positions: Tensor | None = None,
     q: Tensor | None = None,
     q_out: Tensor | None = None,
+    norms: HeadNorms | None = None,
     pdl: bool = False,
 ) -> Tensor | None:
     """Store `k [T, Hkv, Dk]`, `v [T, Hkv, Dv]` at slots `slot_mapping [T]` int64 of `keys`, `values`
     `[num_blocks + 1, block_size, Hkv, D]`, and return the rotated queries (or `None` when no `q` is given).
 
-    With a `table`, keys and `q [T, H, Dk]` are rotated to `positions [T]` on the way; `q_out` may be `q`. Pools of
+    With a `table`, keys and `q [T, H, Dk]` are rotated to `positions [T]` on the way, after `norms` where they are
+    given; `q_out` may be `q`. Pools of
     int8 or float8_e4m3fn need `key_scales` and `value_scales` `[num_blocks + 1, Hkv, block_size]`: a stored number
     times its scale (largest magnitude of the head / 127 or 448) is the value. Slots beyond the pool are not checked;
     negative ones are skipped.
     """
     quant_max = _check_pools(k, v, keys, values, slot_mapping, key_scales, value_scales)
     _check_rotation(k, q, table, positions)
+    if norms is not None:
+        require(table is not None, "norms are given, but no table to rotate what they normed")
+        norms.check(k.shape[2])
+        require_device(k, norms.q, norms.k)
     if q is not None:
         q_out = output_like("q_out", q_out, tuple(q.shape), q)
     num_tokens, num_kv_heads, dim = k.shape
@@ -210,6 +228,10 @@ def write_kv(
         keys if table is None else table.cos,
         keys if table is None else table.sin,
         slot_mapping if positions is None else positions,
+        keys if norms is None else norms.q,
+        keys if norms is None else norms.k,
+        0.0 if norms is None else norms.eps,
+        0.0 if norms is None else norms.offset,
         num_q_heads,
         num_kv_heads,
         keys.shape[1],
@@ -230,6 +252,7 @@ def write_kv(
         INTERLEAVED=table is not None and table.interleaved,
         QUANT_MAX=quant_max,
         HEADS=heads,
+        NORM=norms is not None,
         PDL=pdl,
         num_warps=4 if heads >= 8 else 2,
         launch_pdl=pdl,

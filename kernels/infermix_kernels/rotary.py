@@ -48,6 +48,21 @@ class RotaryTable:
         require_device(self.cos, self.sin, positions)
 
 
+@dataclass(frozen=True)
+class HeadNorms:
+    """RMSNorm over every query and key head before it is rotated: weights `[Dk]`, used as `weight + offset`."""
+
+    q: Tensor
+    k: Tensor
+    eps: float
+    offset: float = 0.0
+
+    def check(self, head_dim: int) -> None:
+        require_floats(q_norm=self.q, k_norm=self.k)
+        require_vector("q_norm", self.q, head_dim)
+        require_vector("k_norm", self.k, head_dim)
+
+
 @triton.jit
 def pair_offsets(index, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
     if INTERLEAVED:
@@ -57,19 +72,57 @@ def pair_offsets(index, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
 
 
 @triton.jit
-def load_rotated(
-    source, offsets, valid, angles_cos, angles_sin, position, HALF: tl.constexpr, PAD: tl.constexpr, INTERLEAVED
-):
-    """The rotated pairs of some heads, two fp32 tiles `[HEADS, PAD]`; `offsets` are where each head starts."""
+def load_pairs(source, offsets, valid, HALF: tl.constexpr, PAD: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """The pairs of some heads, two fp32 tiles `[HEADS, PAD]`; `offsets` are where each head starts."""
     index = tl.arange(0, PAD)
     first, second = pair_offsets(index, HALF, INTERLEAVED)
     mask = valid[:, None] & (index < HALF)[None, :]
     a = tl.load(source + offsets[:, None] + first[None, :], mask=mask, other=0.0).to(tl.float32)
     b = tl.load(source + offsets[:, None] + second[None, :], mask=mask, other=0.0).to(tl.float32)
+    return a, b
+
+
+@triton.jit
+def turn(a, b, angles_cos, angles_sin, position, HALF: tl.constexpr, PAD: tl.constexpr):
+    index = tl.arange(0, PAD)
     row = position.to(tl.int64) * HALF
     c = tl.load(angles_cos + row + index, mask=index < HALF, other=0.0).to(tl.float32)[None, :]
     s = tl.load(angles_sin + row + index, mask=index < HALF, other=0.0).to(tl.float32)[None, :]
     return a * c - b * s, b * c + a * s
+
+
+@triton.jit
+def normed(values, factor, weight, at, inside, shift, source):
+    """`values * factor * (weight + shift)`, rounded as the tensor that a norm of its own would have written."""
+    scale = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32) + shift
+    return (values * factor[:, None] * scale[None, :]).to(source.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def load_head(
+    source, offsets, valid, angles_cos, angles_sin, position, weight, eps, shift,
+    DIM: tl.constexpr, HALF: tl.constexpr, PAD_HALF: tl.constexpr, PAD_TAIL: tl.constexpr,
+    INTERLEAVED: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """Rotated pairs and the unrotated rest of some heads; with NORM, RMSNorm over each head comes before."""
+    a, b = load_pairs(source, offsets, valid, HALF, PAD_HALF, INTERLEAVED)
+    rest = a
+    if PAD_TAIL > 0:
+        rest = load_tail(source, offsets, valid, 2 * HALF, DIM - 2 * HALF, PAD_TAIL)
+    if NORM:
+        total = tl.sum(a * a + b * b, axis=1)
+        if PAD_TAIL > 0:
+            total += tl.sum(rest * rest, axis=1)
+        factor = 1.0 / tl.sqrt(total / DIM + eps)
+        index = tl.arange(0, PAD_HALF)
+        first, second = pair_offsets(index, HALF, INTERLEAVED)
+        a = normed(a, factor, weight, first, index < HALF, shift, source)
+        b = normed(b, factor, weight, second, index < HALF, shift, source)
+        if PAD_TAIL > 0:
+            behind = tl.arange(0, PAD_TAIL)
+            rest = normed(rest, factor, weight, 2 * HALF + behind, behind < DIM - 2 * HALF, shift, source)
+    a, b = turn(a, b, angles_cos, angles_sin, position, HALF, PAD_HALF)
+    return a, b, rest
 
 
 @triton.jit
@@ -106,20 +159,28 @@ def rotate_heads(
     angles_cos,
     angles_sin,
     position,
+    weight,
+    eps,
+    shift,
     DIM: tl.constexpr,
     HALF: tl.constexpr,
     PAD_HALF: tl.constexpr,
     PAD_TAIL: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    NORM: tl.constexpr,
 ):
+    """Read whole, then written: `target` may be `source`."""
     if HALF > 0:
-        a, b = load_rotated(
-            source, source_offsets, valid, angles_cos, angles_sin, position, HALF, PAD_HALF, INTERLEAVED
-        )
+        a, b, rest = load_head(
+            source, source_offsets, valid, angles_cos, angles_sin, position, weight, eps, shift,
+            DIM, HALF, PAD_HALF, PAD_TAIL, INTERLEAVED, NORM,
+        )  # fmt: skip
         store_pairs(target, target_offsets, valid, a, b, HALF, PAD_HALF, INTERLEAVED)
-    if PAD_TAIL > 0:
-        rest = load_tail(source, source_offsets, valid, 2 * HALF, DIM - 2 * HALF, PAD_TAIL)
-        store_tail(target, target_offsets, valid, rest, 2 * HALF, DIM - 2 * HALF, PAD_TAIL)
+        if PAD_TAIL > 0:
+            store_tail(target, target_offsets, valid, rest, 2 * HALF, DIM - 2 * HALF, PAD_TAIL)
+    elif PAD_TAIL > 0:
+        rest = load_tail(source, source_offsets, valid, 0, DIM, PAD_TAIL)
+        store_tail(target, target_offsets, valid, rest, 0, DIM, PAD_TAIL)
 
 
 @triton.jit
@@ -160,14 +221,14 @@ def rotary_kernel(
         source_offsets, target_offsets = token * q_token + heads * q_head, token * qo_token + heads * qo_head
         rotate_heads(
             q, q_out, source_offsets, target_offsets, heads < num_q_heads, angles_cos, angles_sin, position,
-            DIM, HALF, PAD_HALF, PAD_TAIL, INTERLEAVED,
+            angles_cos, 0.0, 0.0, DIM, HALF, PAD_HALF, PAD_TAIL, INTERLEAVED, False,
         )  # fmt: skip
     else:
         heads = (tile - q_tiles) * HEADS + tl.arange(0, HEADS)
         source_offsets, target_offsets = token * k_token + heads * k_head, token * ko_token + heads * ko_head
         rotate_heads(
             k, k_out, source_offsets, target_offsets, heads < num_k_heads, angles_cos, angles_sin, position,
-            DIM, HALF, PAD_HALF, PAD_TAIL, INTERLEAVED,
+            angles_cos, 0.0, 0.0, DIM, HALF, PAD_HALF, PAD_TAIL, INTERLEAVED, False,
         )  # fmt: skip
 
 

@@ -247,7 +247,14 @@ def infermix_kv() -> list[Component]:
             options=PagedOptions,
             requires=("torch",),
             provides=_always(
-                "view:paged", "kv:paged", "kv:truncate", "kv:fork", "kv:export", "kv:swap", "kv:preallocated"
+                "view:paged",
+                "kv:paged",
+                "kv:truncate",
+                "kv:fork",
+                "kv:export",
+                "kv:swap",
+                "kv:preallocated",
+                "graph:mixed",
             ),
             adapters=_gather,
         ),

@@ -84,7 +84,7 @@ class TritonAttention:
 
 
 def _parts(batch: Batch) -> tuple[_Part, ...]:
-    """Leading short queries and the rest, once per batch; a captured batch is of one query length."""
+    """Leading short queries and the rest, once per batch; a captured batch is one part, whatever its lengths."""
     parts = batch.extra.get(_parts)
     if parts is None:
         parts = batch.extra[_parts] = tuple(_split(batch))
@@ -93,7 +93,7 @@ def _parts(batch: Batch) -> tuple[_Part, ...]:
 
 def _split(batch: Batch) -> list[_Part]:
     lens = batch.query_lens
-    if batch.query_len is not None:
+    if batch.query_len is not None or batch.captured:
         bounds = [(0, batch.num_seqs)]
     else:
         short = next((index for index, length in enumerate(lens) if length > _SHORT_QUERY), batch.num_seqs)

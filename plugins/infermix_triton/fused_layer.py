@@ -9,7 +9,7 @@ from typing import Any
 
 from infermix.errors import Unsupported
 from infermix.roles.kv_store import KVPools
-from infermix_kernels.rotary import RotaryTable
+from infermix_kernels.rotary import HeadNorms, RotaryTable
 from torch import Tensor, nn
 
 from infermix_triton.fused_operators import Activation, Operators
@@ -25,17 +25,30 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class TableRotation:
-    """Rotary angles of this forward: rows `positions [T]` of a table. A `Rotation` for the KV write."""
+    """Rotary angles of this forward: rows `positions [T]` of a table. A `Rotation` for the KV write.
+
+    `norms` are applied to every head before it is rotated.
+    """
 
     table: RotaryTable
     positions: Tensor
     operators: Operators
+    norms: tuple[FusedNorm, FusedNorm] | None = None
 
     def rotate(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        if self.norms is not None:
+            q, k = (self.operators.norm_heads(x, by) for x, by in zip((q, k), self.norms, strict=True))
         return self.operators.rotate(q, k, self.table, self.positions)
 
     def write(self, q: Tensor, k: Tensor, v: Tensor, pools: KVPools, slot_mapping: Tensor) -> Tensor:
-        return self.operators.rotate_and_write(q, k, v, self.table, self.positions, pools, slot_mapping)
+        norms = None
+        if self.norms is not None:
+            by_q, by_k = self.norms
+            norms = HeadNorms(by_q.weight, by_k.weight, by_q.eps, by_q.offset)
+        return self.operators.rotate_and_write(q, k, v, (self.table, self.positions), norms, pools, slot_mapping)
+
+    def after(self, norms: tuple[FusedNorm, FusedNorm] | None) -> TableRotation:
+        return self if norms is None else TableRotation(self.table, self.positions, self.operators, norms)
 
 
 class FusedAngles(nn.Module):
@@ -81,9 +94,8 @@ class FusedMLP(nn.Module):
         self.activation, self.operators = activation, operators
 
     def forward(self, x: Tensor) -> Tensor:
-        packed = self.gate_up_proj(x)
-        gated = self.operators.gate(packed.reshape(-1, packed.shape[-1]), self.activation)
-        return self.down_proj(gated.view(*packed.shape[:-1], -1))
+        gated = gated_product(self.gate_up_proj, x.reshape(-1, x.shape[-1]), self.activation, self.operators)
+        return self.down_proj(gated.view(*x.shape[:-1], -1))
 
 
 @dataclass(frozen=True)
@@ -120,7 +132,7 @@ class FusedLayer(nn.Module):
         self.attention_norm, self.mlp_norm = norms["attention"], norms["mlp"]
         self.q_norm, self.k_norm = norms.get("q"), norms.get("k")
         self.activation, self.operators = activation, operators
-        self.rotary = True
+        self.rotary, self._norms = True, _joined(self.q_norm, self.k_norm)
 
     def forward(
         self,
@@ -137,34 +149,50 @@ class FusedLayer(nn.Module):
             x = operators.rms_norm(residual, self.attention_norm)
         attended = self._attend(x, attention_mask, position_embeddings if self.rotary else None, given)
         x, residual = operators.add_rms_norm(self.o_proj(attended), residual, self.mlp_norm)
-        gated = operators.gate(self.gate_up_proj(x), self.activation)
+        gated = gated_product(self.gate_up_proj, x, self.activation, operators)
         return Stream(self.down_proj(gated), residual)
 
     def _attend(
         self, x: Tensor, mask: Tensor | None, rotation: TableRotation | None, given: dict[str, Any]
     ) -> Tensor:
-        """Our own attention function rotates while it stores keys; any other gets rotated queries and keys."""
-        q, k, v = self._heads(self.qkv_proj(x))
-        if rotation is not None:
-            if "infermix" in given:
-                given["rotation"] = rotation
-            else:
-                q, k = rotation.rotate(q, k)
+        """Our own attention function norms and rotates while it stores keys; any other gets rotated ones."""
+        ours = rotation is not None and "infermix" in given
+        q, k, v = self._heads(self.qkv_proj(x), normed=not (ours and self._norms))
+        if rotation is not None and ours:
+            given["rotation"] = rotation.after(self._norms)
+        elif rotation is not None:
+            q, k = rotation.rotate(q, k)
         function = attention_function(self.attention)
         q, k, v = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (q, k, v))
         out, _ = function(self.attention, q, k, v, mask, **{**given, **self.heads.given})
         return out.reshape(x.shape[0], -1)
 
-    def _heads(self, packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _heads(self, packed: Tensor, *, normed: bool) -> tuple[Tensor, Tensor, Tensor]:
         heads, (first, second) = self.heads, self.heads.bounds
         q = packed[:, :first].unflatten(1, (heads.num_heads, heads.key_dim))
         k = packed[:, first:second].unflatten(1, (heads.num_kv_heads, heads.key_dim))
         v = packed[:, second:].unflatten(1, (heads.num_kv_heads, heads.value_dim))
-        if self.q_norm is not None:
+        if normed and self.q_norm is not None:
             q = self.operators.norm_heads(q, self.q_norm)
-        if self.k_norm is not None:
+        if normed and self.k_norm is not None:
             k = self.operators.norm_heads(k, self.k_norm)
         return q, k, v
+
+
+def gated_product(gate_up: nn.Module, x: Tensor, kind: Activation, operators: Operators) -> Tensor:
+    """`kind(gate(x)) * up(x)` of `x [T, N]`; in one launch where the linear has one for so many rows."""
+    if hasattr(type(gate_up), "gated"):
+        gated: Tensor | None = gate_up.gated(x, kind)  # type: ignore[operator]
+        if gated is not None:
+            return gated
+    return operators.gate(gate_up(x), kind)
+
+
+def _joined(q: FusedNorm | None, k: FusedNorm | None) -> tuple[FusedNorm, FusedNorm] | None:
+    """Norms of query and key heads that one kernel can apply together."""
+    if q is None or k is None or (q.eps, q.offset) != (k.eps, k.offset):
+        return None
+    return q, k
 
 
 def attention_function(attention: nn.Module) -> Any:

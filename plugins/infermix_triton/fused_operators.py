@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 from infermix.roles.kv_store import KVPools
 from infermix_kernels import activation, kv_write, norm, rotary
 from infermix_kernels.reference import ops as reference
-from infermix_kernels.rotary import RotaryTable
+from infermix_kernels.rotary import HeadNorms, RotaryTable
 from torch import Tensor
 
 Activation = Literal["silu", "gelu_tanh", "gelu_erf"]
@@ -42,9 +42,10 @@ class Operators(Protocol):
     def rotate(self, q: Tensor, k: Tensor, table: RotaryTable, positions: Tensor) -> tuple[Tensor, Tensor]: ...
 
     def rotate_and_write(
-        self, q: Tensor, k: Tensor, v: Tensor, table: RotaryTable, positions: Tensor, pools: KVPools, slots: Tensor
-    ) -> Tensor:
-        """Rotated queries; rotated keys and values go to their slots."""
+        self, q: Tensor, k: Tensor, v: Tensor, rotary: tuple[RotaryTable, Tensor], norms: HeadNorms | None,
+        pools: KVPools, slots: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """Rotated queries; rotated keys and values go to their slots. `rotary` is a table and positions."""
         ...
 
 
@@ -72,8 +73,9 @@ class TritonOperators:
         return rotary.rotary(q, k, table, positions, q_out=q, k_out=k, pdl=self.overlap)
 
     def rotate_and_write(
-        self, q: Tensor, k: Tensor, v: Tensor, table: RotaryTable, positions: Tensor, pools: KVPools, slots: Tensor
-    ) -> Tensor:
+        self, q: Tensor, k: Tensor, v: Tensor, rotary: tuple[RotaryTable, Tensor], norms: HeadNorms | None,
+        pools: KVPools, slots: Tensor,
+    ) -> Tensor:  # fmt: skip
         kv_write.write_kv(
             k,
             v,
@@ -82,10 +84,11 @@ class TritonOperators:
             slots,
             key_scales=pools.key_scales,
             value_scales=pools.value_scales,
-            table=table,
-            positions=positions,
+            table=rotary[0],
+            positions=rotary[1],
             q=q,
             q_out=q,
+            norms=norms,
             pdl=self.overlap,
         )
         return q
@@ -113,10 +116,14 @@ class PlainOperators:
         return _rotated(q, table, positions), _rotated(k, table, positions)
 
     def rotate_and_write(
-        self, q: Tensor, k: Tensor, v: Tensor, table: RotaryTable, positions: Tensor, pools: KVPools, slots: Tensor
-    ) -> Tensor:
+        self, q: Tensor, k: Tensor, v: Tensor, rotary: tuple[RotaryTable, Tensor], norms: HeadNorms | None,
+        pools: KVPools, slots: Tensor,
+    ) -> Tensor:  # fmt: skip
+        if norms is not None:
+            q, k = (reference.rms_norm(x, weight, norms.eps, weight_offset=norms.offset)
+                    for x, weight in ((q, norms.q), (k, norms.k)))  # fmt: skip
         reference.write_kv(
-            _rotated(k, table, positions),
+            _rotated(k, *rotary),
             v,
             pools.keys,
             pools.values,
@@ -124,7 +131,7 @@ class PlainOperators:
             key_scales=pools.key_scales,
             value_scales=pools.value_scales,
         )
-        return _rotated(q, table, positions)
+        return _rotated(q, *rotary)
 
 
 _APPROXIMATE = {"gelu_tanh": "tanh", "gelu_erf": "none"}

@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
+from infermix_kernels.gemv_gated import gated_row
+from infermix_kernels.launch import overlaps_launches
 from torch import Tensor
 
 from infermix_triton.fuse_find import random_rows
+from infermix_triton.fused_operators import Activation, TritonOperators
 
 if TYPE_CHECKING:
     from infermix_triton.linear_skinny import SkinnyLinear
@@ -34,6 +37,16 @@ def faster_rows(modules: Sequence[SkinnyLinear], max_rows: int) -> tuple[bool, .
             ours, torchs = (_seconds(modules, partial(product, x)) for product in (_skinny, _torch))
             result += [ours < _MARGIN * torchs] * (min(count, max_rows) + 1 - len(result))
     return tuple(result)
+
+
+def gating_pays(modules: Sequence[SkinnyLinear], kind: Activation) -> bool:
+    """Whether one row's product and activation are faster in one launch than in two."""
+    modules = _enough(modules)
+    x = random_rows(1, modules[0].in_features, modules[0].weight)
+    gate = TritonOperators(overlaps_launches(x.device)).gate
+    once = _seconds(modules, lambda module: gated_row(x, module.weight, kind, pdl=overlaps_launches(x.device)))
+    twice = _seconds(modules, lambda module: gate(module(x), kind))
+    return once < twice
 
 
 def _skinny(x: Tensor, module: SkinnyLinear) -> Tensor:

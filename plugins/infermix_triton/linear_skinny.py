@@ -10,12 +10,15 @@ from infermix.errors import Unsupported, WrongResult
 from infermix.roles.transform import Stage, TransformContext, TransformReport
 from infermix.toolkit.linears import replace_module
 from infermix_kernels.gemv import skinny_linear
+from infermix_kernels.gemv_gated import gated_row
 from infermix_kernels.launch import overlaps_launches
 from infermix_kernels.matmul_launch import MatmulWorkspace
 from torch import Tensor, nn
 
 from infermix_triton.fuse_find import random_rows, relative_error
-from infermix_triton.linear_measure import faster_rows
+from infermix_triton.fused_layer import FusedLayer, FusedMLP
+from infermix_triton.fused_operators import Activation, PlainOperators
+from infermix_triton.linear_measure import faster_rows, gating_pays
 
 #: Relative errors that one rounding of the result and another order of summation explain.
 _TOLERANCES = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -24,8 +27,11 @@ _TOLERANCES = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 class SkinnyLinear(nn.Module):
     """`nn.Linear` whose products of some row counts run in a kernel of our own, and all others in torch's.
 
-    `rows[n]` says whether n rows do. The weight is the linear's own parameter, so that tied weights stay tied.
+    `rows[n]` says whether n rows do. The weight is the linear's own parameter, so that tied weights stay tied. With
+    `gates`, one row of a gated MLP's first product gets its activation in the same launch.
     """
+
+    gates = False
 
     def __init__(self, linear: nn.Linear, rows: Sequence[bool], workspace: MatmulWorkspace, overlap: bool) -> None:
         super().__init__()
@@ -39,6 +45,12 @@ class SkinnyLinear(nn.Module):
             return F.linear(x, self.weight, self.bias)
         out = self.skinny(x.reshape(num_rows, self.in_features))
         return out.view(*x.shape[:-1], self.out_features)
+
+    def gated(self, x: Tensor, activation: Activation) -> Tensor | None:
+        """`activation` of the first half of the product of `x [T, K]`, times the second; `None`: in two launches."""
+        if not self.gates or x.shape[0] != 1:
+            return None
+        return gated_row(x, self.weight, activation, pdl=self._overlap)
 
     def skinny(self, x: Tensor) -> Tensor:
         """`[M, K]` -> `[M, N]`, at most 16 rows."""
@@ -62,7 +74,7 @@ class SkinnyLinearTransform:
             raise Unsupported(f"skinny_linear: {type(model).__name__} has no plain linear left")
         device = next(iter(groups.values()))[0][1].weight.device
         workspace, overlap = MatmulWorkspace.allocate(device), overlaps_launches(device)
-        replaced, errors, kept, notes = 0, [0.0], {}, []
+        replaced, errors, kept, notes, gated = 0, [0.0], {}, [], list[float]()
         for done, (shape, linears) in enumerate(groups.items()):
             skinny = [SkinnyLinear(linear, self._all_rows(), workspace, overlap) for _, linear in linears]
             errors += [_verified(skinny[0], num_rows) for num_rows in (1, self._max_rows)]
@@ -75,15 +87,35 @@ class SkinnyLinearTransform:
                 module.rows = rows
                 replace_module(model, name, module)
             replaced += len(linears)
+            gated += self._gate(model, skinny)
             notes.append(f"{text}: {', '.join(str(count) for count, used in enumerate(rows) if used)} rows")
             context.progress("skinny_linear", (done + 1) / len(groups))
         return TransformReport(
             name="skinny_linear",
-            replaced={"linear": replaced} if replaced else {},
+            replaced={
+                **({"linear": replaced} if replaced else {}),
+                **({"gated product": len(gated)} if gated else {}),
+            },
             kept=kept,
-            verified={"linear": max(errors)} if replaced else {},
+            verified={
+                **({"linear": max(errors)} if replaced else {}),
+                **({"gated product": max(gated)} if gated else {}),
+            },
             notes=tuple(notes),
         )
+
+    def _gate(self, model: nn.Module, skinny: Sequence[SkinnyLinear]) -> list[float]:
+        """Let products of gated MLPs gate one row at once, where that pays; an error for each that does."""
+        found = [(each, kind) for each, kind in _gated_products(model, skinny) if each.rows[1]]
+        if not found:
+            return []
+        error = _verified_gate(*found[0])
+        modules, kind = [each for each, _ in found], found[0][1]
+        if self._measure and modules[0].weight.device.type == "cuda" and not gating_pays(modules, kind):
+            return []
+        for module in modules:
+            module.gates = True
+        return [error] * len(modules)
 
     def _all_rows(self) -> tuple[bool, ...]:
         return (False, *[True] * self._max_rows)
@@ -92,6 +124,27 @@ class SkinnyLinearTransform:
         if not self._measure or modules[0].weight.device.type != "cuda":
             return self._all_rows()
         return faster_rows(modules, self._max_rows)
+
+
+def _gated_products(model: nn.Module, skinny: Sequence[SkinnyLinear]) -> Iterator[tuple[SkinnyLinear, Activation]]:
+    """First products of gated MLPs among linears of one shape, with their activations."""
+    wanted = set(map(id, skinny))
+    for module in model.modules():
+        if isinstance(module, FusedLayer | FusedMLP):
+            linear = module.gate_up_proj
+            if id(linear) in wanted and isinstance(linear, SkinnyLinear) and linear.bias is None:
+                yield linear, module.activation
+
+
+def _verified_gate(module: SkinnyLinear, kind: Activation) -> float:
+    """Relative error of one gated row. Raises `WrongResult`."""
+    with torch.no_grad():
+        x = random_rows(1, module.in_features, module.weight)
+        plain = PlainOperators().gate(F.linear(x, module.weight), kind)
+        error = relative_error(gated_row(x, module.weight, kind), plain)
+    if not error <= 4 * _TOLERANCES[module.weight.dtype]:
+        raise WrongResult(f"skinny_linear: a gated product of {module.out_features} differs by {error:.1e}")
+    return error
 
 
 def _by_shape(model: nn.Module) -> dict[tuple[int, int, bool], list[tuple[str, nn.Linear]]]:

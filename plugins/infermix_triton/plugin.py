@@ -15,6 +15,10 @@ _MAX_HEAD_DIM = 256
 _HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 _MIN_CAPABILITY = 80
 _FP8_CAPABILITY = 89
+#: As in `infermix_kernels.sampling`, which is not imported here.
+_MAX_VOCABULARY = 1 << 18
+#: Matrices that become quantized linears.
+_QUANTIZED_KINDS = ("attention", "mlp", "shared_expert")
 
 
 class AttentionOptions(Options, frozen=True):
@@ -47,12 +51,20 @@ class W4A16Options(W8A8Options, frozen=True):
     ] = True
 
 
+def _capable(machine: MachineFacts, minimum: int) -> Features:
+    """A device that is too old is refused by asking for the first compute capability that will do."""
+    old = machine.compute_capability is not None and machine.compute_capability < minimum
+    return frozenset({f"sm:{minimum}"} if old else ())
+
+
+def _on_cuda(options: Any, model: ModelFacts, machine: MachineFacts) -> Features:
+    """Kernels use tensor cores in bf16, from compute capability 8.0 on."""
+    needs = frozenset({"device:cuda", "dtype:float32|dtype:float16|dtype:bfloat16"})
+    return needs | _capable(machine, _MIN_CAPABILITY)
+
+
 def _attention_needs(options: AttentionOptions, model: ModelFacts, machine: MachineFacts) -> Features:
-    """A device without bf16 tensor cores is refused by asking for the first one that has them."""
-    needs = {"device:cuda", "view:paged|view:dense", "dtype:float32|dtype:float16|dtype:bfloat16"}
-    if machine.compute_capability is not None and machine.compute_capability < _MIN_CAPABILITY:
-        needs.add(f"sm:{_MIN_CAPABILITY}")
-    return frozenset(needs)
+    return _on_cuda(options, model, machine) | {"view:paged|view:dense"}
 
 
 def _attention_provides(options: AttentionOptions, model: ModelFacts, machine: MachineFacts) -> Features:
@@ -61,8 +73,7 @@ def _attention_provides(options: AttentionOptions, model: ModelFacts, machine: M
     too_wide = {layer.key_dim for layer in layers if max(layer.key_dim, layer.value_dim) > _MAX_HEAD_DIM}
     dims = {*_HEAD_DIMS, *(layer.key_dim for layer in layers)} - too_wide
     features = {"attn:sliding_window", "attn:softcap", "attn:sinks", *(f"head_dim:{dim}" for dim in dims)}
-    if options.check_block_tables:
-        features.add("graph:no")
+    features.add("graph:no" if options.check_block_tables else "graph:mixed")
     return frozenset(features)
 
 
@@ -72,10 +83,6 @@ def _build_attention(options: AttentionOptions, context: None) -> Any:
     from infermix_triton.attention import TritonAttention
 
     return TritonAttention(cache_dir("kernels"), check_block_tables=options.check_block_tables)
-
-
-def _on_cuda(options: Options, model: ModelFacts, machine: MachineFacts) -> Features:
-    return frozenset({"device:cuda", "dtype:float32|dtype:float16|dtype:bfloat16"})
 
 
 def _build_fuse(options: Options, context: None) -> Any:
@@ -90,15 +97,35 @@ def _build_skinny_linear(options: SkinnyLinearOptions, context: None) -> Any:
     return SkinnyLinearTransform(options.max_rows, measure=options.measure)
 
 
+def _build_sampling(options: Options, context: None) -> Any:
+    from infermix_triton.selector import TritonSamplingTransform
+
+    return TritonSamplingTransform()
+
+
+def _sampling_needs(options: Options, model: ModelFacts, machine: MachineFacts) -> Features:
+    too_large = {f"vocab_size:{_MAX_VOCABULARY}"} if model.vocab_size > _MAX_VOCABULARY else set()
+    return _on_cuda(options, model, machine) | too_large
+
+
 def _halves_on_cuda(options: Options, model: ModelFacts, machine: MachineFacts) -> Features:
     """Activations in 8 bits change by whole steps: no use where fp32 is wanted."""
-    return frozenset({"device:cuda", "dtype:float16|dtype:bfloat16"})
+    return frozenset({"device:cuda", "dtype:float16|dtype:bfloat16"}) | _capable(machine, _MIN_CAPABILITY)
 
 
 def _fp8_needs(options: Options, model: ModelFacts, machine: MachineFacts) -> Features:
-    """A device without FP8 tensor cores is refused by asking for the first one that has them."""
-    old = machine.compute_capability is not None and machine.compute_capability < _FP8_CAPABILITY
-    return _halves_on_cuda(options, model, machine) | ({f"sm:{_FP8_CAPABILITY}"} if old else set())
+    """FP8 tensor cores come with compute capability 8.9."""
+    return frozenset({"device:cuda", "dtype:float16|dtype:bfloat16"}) | _capable(machine, _FP8_CAPABILITY)
+
+
+def _w4a16_needs(options: W4A16Options, model: ModelFacts, machine: MachineFacts) -> Features:
+    """Groups must divide every row. With patterns of one's own the layers are known at load only."""
+    if options.skip != W4A16Options().skip:
+        return _on_cuda(options, model, machine)
+    widths = {matrix.in_features for matrix in model.matrices if matrix.kind in _QUANTIZED_KINDS}
+    unfit = sorted(width for width in widths if width % options.group_size)
+    needs = {f"group_size:one that divides {unfit[0]} inputs, not {options.group_size}"} if unfit else set()
+    return _on_cuda(options, model, machine) | needs
 
 
 def _w4a16_bits(options: W4A16Options) -> float:
@@ -139,7 +166,7 @@ def infermix_quantizer() -> list[Component]:
             summary="weights rounded to 4 bits, multiplied without expanding them first",
             build=_build_w4a16,
             options=W4A16Options,
-            needs=_on_cuda,
+            needs=_w4a16_needs,
             weight_bits=_w4a16_bits,
             **common,
         ),
@@ -185,6 +212,15 @@ def infermix_transform() -> list[Component]:
             requires=("torch", "triton"),
             extra="triton",
             needs=_on_cuda,
+        ),
+        Component(
+            name="triton_sampling",
+            role=Role.TRANSFORM,
+            summary="tokens picked from the logits by kernels, without a sort",
+            build=_build_sampling,
+            requires=("torch", "triton"),
+            extra="triton",
+            needs=_sampling_needs,
         ),
     ]
 

@@ -59,7 +59,7 @@ def scripted(script: dict[str, list[int]], lag: int, num_blocks: int = 1000) -> 
         tokenizer=None,
         eos_token_ids=(STOP,),
         joint=SimpleNamespace(detach=lambda: None),  # type: ignore[arg-type]
-        runner=SimpleNamespace(num_eager_steps=0, num_graph_steps=0, graphs=None),  # type: ignore[arg-type]
+        runner=SimpleNamespace(reset_counters=lambda: None, counters=dict),  # type: ignore[arg-type]
         sampler=SimpleNamespace(reset=lambda: None, forget=lambda lane: None),  # type: ignore[arg-type]
         space=layout.space(shape),
         store=None,  # type: ignore[arg-type]

@@ -8,7 +8,15 @@ import pytest
 import torch
 from infermix.roles.decoder import Forward
 from infermix.roles.request import Request, SamplingParams, Sequence
-from infermix.toolkit.sampling import TokenSampler, draw, filter_probabilities, penalise_repetition, uniform
+from infermix.toolkit.sampling import (
+    TokenSampler,
+    TorchSelector,
+    draw,
+    filter_probabilities,
+    penalise_repetition,
+    uniform,
+)
+from infermix.toolkit.selection import Filters
 
 VOCAB = 8
 
@@ -157,3 +165,41 @@ def test_sampled_ids_stay_on_the_device_as_next_input() -> None:
     seq = sequence(2, [0])
     sampler.sample(Forward(torch.tensor([[0.0, 0.0, 4.0]]), [seq], torch.tensor([2])))
     assert sampler.next_ids.tolist() == [0, 0, 2, 0, 0]
+
+
+class Recording(TorchSelector):
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def greedy(self, logits: torch.Tensor) -> torch.Tensor:
+        self.calls.append("greedy")
+        return super().greedy(logits)
+
+    def draw(self, logits: torch.Tensor, filters: Filters) -> torch.Tensor:
+        self.calls.append("draw, unfiltered" if filters.unfiltered else "draw")
+        assert all(each.is_contiguous() for each in (filters.temperature, filters.top_k, filters.noise))
+        return super().draw(logits, filters)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "call"),
+    [({}, "greedy"), ({"temperature": 1.0}, "draw, unfiltered"), ({"temperature": 1.0, "min_p": 0.1}, "draw")],
+)
+def test_a_selector_picks_every_token(sampling: dict[str, float], call: str) -> None:
+    selector = Recording()
+    sampler = TokenSampler(4, VOCAB, torch.device("cpu"), (), selector)
+    seq = sequence(1, [3], **sampling)
+    sampler.sample(Forward(torch.randn(1, VOCAB), [seq], torch.tensor([1])))
+    assert selector.calls == [call]
+
+
+def test_tokens_that_a_step_has_found_are_taken_unless_something_changes_the_logits() -> None:
+    logits, found = torch.randn(1, VOCAB), torch.tensor([5])
+    sampler = TokenSampler(4, VOCAB, torch.device("cpu"), ())
+    plain = Forward(logits, [sequence(1, [3])], torch.tensor([1]), most_likely=found)
+    assert sampler.sample(plain).tolist() == [5]
+    assert sampler.next_ids[1] == 5
+    best = int(logits.argmax())
+    withheld = sequence(1, [3], min_new_tokens=2, stop_token_ids=(best,))
+    ids = sampler.sample(Forward(logits, [withheld], torch.tensor([1]), most_likely=torch.tensor([best])))
+    assert int(ids) == int(logits.argsort(descending=True)[0, 1])

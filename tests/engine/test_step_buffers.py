@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from infermix.engine.graphs import CapturedStep, StepBuffers, StepGraphs, batch_buckets, context_buckets
+from infermix.roles.scheduler import Plan
 from verification_rows import Rows, reference_model, rows_of, run
 
 Build = Callable[..., Any]
@@ -25,9 +26,10 @@ class _Uncaptured:
         self._graphs, self._step = graphs, step
 
     def replay(self) -> None:
-        logits, lanes = self._graphs._step(self._step.buffers, self._step.batch)
+        logits, lanes, most_likely = self._graphs._step(self._step.buffers, self._step.batch)
         self._step.logits.copy_(logits)
         self._step.token_lanes.copy_(lanes)
+        self._step.most_likely = most_likely
 
 
 def uncaptured(engine: Any, query_lens: tuple[int, ...]) -> StepGraphs:
@@ -43,6 +45,7 @@ def uncaptured(engine: Any, query_lens: tuple[int, ...]) -> StepGraphs:
             buffers.as_batch(key.context),
             torch.zeros(tokens, vocab),
             torch.zeros(tokens).long(),  # type: ignore[arg-type]
+            None,
         )
         step.graph = _Uncaptured(graphs, step)  # type: ignore[assignment]
         graphs._steps[key] = step
@@ -134,6 +137,27 @@ def test_plain_decode_marks_its_last_token_as_in_flight(build_engine: Build) -> 
     buffers = StepBuffers(1, 3, engine._shape, LANES, torch.device("cpu"))
     buffers.fill([type(entry)(entry.sequence, 3)], engine._space)
     assert buffers.device["host_ids"].tolist() == [*entry.sequence.tokens[4:6], -1]
+
+
+def test_batches_end_at_the_rows_that_the_kv_holds(build_engine: Build, model: Any) -> None:
+    """Fewer rows than lanes: a captured step of more rows would read behind the pools."""
+    row_bytes = 128 * 2 * 2 * 2 * 16 * 4
+    engine = build_engine({"kv": "dense"}, max_num_seqs=LANES, kv_memory_bytes=4 * row_bytes)
+    assert engine._shape.num_blocks == 3
+    engine._runner.graphs = uncaptured(engine, (1,))
+    assert max(key.batch for key in engine._runner.graphs.keys) == 3
+    check(engine, model, rows_of(engine, (3, 17, 1), 1, (False, True)))
+
+
+def test_the_most_likely_token_comes_with_the_logits(build_engine: Build) -> None:
+    engine = build_engine({"kv": "dense"}, max_num_seqs=LANES)
+    engine._runner.graphs = uncaptured(engine, (1,))
+    rows = rows_of(engine, (None, 9, None, 30), 1, (True,))
+    with torch.inference_mode():
+        forward = engine._runner.forward(Plan(rows.entries))
+    assert forward.most_likely is not None
+    assert forward.most_likely.tolist() == forward.logits.argmax(-1).tolist()
+    assert forward.lanes.tolist() == [1, 3]
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 7, 64, 65, 250])

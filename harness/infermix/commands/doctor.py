@@ -124,7 +124,20 @@ def _data(machines: dict[str, MachineFacts], catalogue: Catalogue) -> dict[str, 
         ],
         "plugin_errors": dict(catalogue.errors),
         "cache": str(cache_dir()),
+        "launch_tables": _launch_tables(),
     }
+
+
+def _launch_tables() -> dict[str, int]:
+    """Files of measured launch parameters, one per machine and family of kernels, and how many each holds."""
+    tables = {}
+    for path in sorted(cache_dir("kernels").glob("*.json")):
+        try:
+            content = json.loads(path.read_text())
+            tables[path.stem] = len(content.get("entries", content))
+        except (ValueError, AttributeError):  # half written or of another version: its owner replaces it
+            tables[path.stem] = 0
+    return tables
 
 
 def _machine(machine: MachineFacts) -> dict[str, Any]:
@@ -148,7 +161,9 @@ def _show(machines: dict[str, MachineFacts], catalogue: Catalogue) -> None:
     console.print(f"Python {platform.python_version()}, {platform.system()} {platform.machine()}")
     versions = ", ".join(f"{name} {version or 'not installed'}" for name, version in _versions().items())
     console.print(f"libraries: {versions}")
-    console.print(f"caches: {cache_dir()}\n")
+    console.print(f"caches: {cache_dir()}")
+    tables = ", ".join(f"{name} ({count})" for name, count in _launch_tables().items())
+    console.print(f"measured launch parameters: {tables or 'none; engine option `tune: auto` measures them'}\n")
     for name, machine in machines.items():
         _show_machine(console, name, machine)
     if not any(machine.device == "cuda" for machine in machines.values()):

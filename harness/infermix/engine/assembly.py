@@ -11,8 +11,8 @@ import torch
 
 from infermix.cost.kv import kv_groups
 from infermix.engine.bridge import Joint
+from infermix.engine.capture import capture, why_not_captured
 from infermix.engine.components import NativeOptions
-from infermix.engine.graphs import StepGraphs
 from infermix.engine.lanes import Lanes
 from infermix.engine.loader import LoadedModel, load_model, load_tokenizer
 from infermix.engine.native import NativeEngine
@@ -23,16 +23,18 @@ from infermix.engine.self_check import Reference, collect_reference, self_check
 from infermix.engine.transforms import Transforms
 from infermix.engine.warm import warm_up
 from infermix.errors import OutOfMemory, UserError
+from infermix.paths import cache_dir
+from infermix.roles.attention import TuneContext
 from infermix.roles.component import Choice, Role
 from infermix.roles.decoder import DecoderContext
 from infermix.roles.engine import EngineContext, EngineReport
 from infermix.roles.kv_space import KVBudget, KVShape
 from infermix.roles.quantizer import QuantizationReport, QuantizerContext
 from infermix.roles.transform import TransformContext
-from infermix.toolkit.sampling import TokenSampler
+from infermix.toolkit.sampling import TokenSampler, TorchSelector
 
 if TYPE_CHECKING:
-    from infermix.roles.kv_space import KVLayout
+    from infermix.roles.kv_space import KVLayout, KVSpace
 
 #: Left free on a GPU beside weights and KV, for activations of a prefill and the workspace of its products.
 _ACTIVATION_RESERVE_BYTES = 2 << 30
@@ -54,8 +56,13 @@ class Assembly:
         context = self.context
         return TransformContext(
             device=str(self.device), dtype=context.dtype, seed=context.seed, facts=context.facts,
-            max_num_seqs=self.max_num_seqs, max_model_len=context.max_model_len, progress=context.progress,
+            max_num_seqs=self.max_num_seqs, max_model_len=context.max_model_len, tune=self.tunes,
+            progress=context.progress,
         )  # fmt: skip
+
+    @property
+    def tunes(self) -> bool:
+        return self.options.tune == "auto" and self.device.type == "cuda"
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -92,6 +99,10 @@ def assemble(options: NativeOptions, context: EngineContext) -> NativeEngine:
         _refuse_long_rows(shape, _query_lens(decoder))
         space, store = layout.space(shape), layout.store(shape, build.device, build.dtype)
         swapper = make_swapper(context, store, shape, build.report)
+    if build.tunes and hasattr(attention, "tune"):
+        with build.phase("tune"):
+            tuned = dict(attention.tune(_tune_context(build, joint, shape, space)))
+            build.report.executed.setdefault("engine", {})["tuned_attention"] = tuned
     if options.self_check:
         with build.phase("self_check"), torch.inference_mode():
             build.report.self_check = self_check(
@@ -105,13 +116,16 @@ def assemble(options: NativeOptions, context: EngineContext) -> NativeEngine:
                 exact=build.lossless(Role.ATTENTION) and build.lossless(Role.KV),
             )
     joint.attach(attention, store)
-    sampler = TokenSampler(build.max_num_seqs, context.facts.vocab_size, build.device, loaded.eos_token_ids)
+    selector = build.transforms.selector or TorchSelector()
+    sampler = TokenSampler(build.max_num_seqs, context.facts.vocab_size, build.device, loaded.eos_token_ids, selector)
     runner = ModelRunner(joint, space, shape, sampler.next_ids, context.facts.vocab_size)
     if build.transforms or build.device.type == "cuda":
         with build.phase("warm"), torch.inference_mode():
             warm_up(joint, space, shape)
     with build.phase("capture"):
-        runner.graphs = _capture(build, joint, shape, space.recompute, sampler, _query_lens(decoder))
+        build.report.graphs = capture(
+            build, runner, joint, shape, space, sampler.next_ids, selector, _query_lens(decoder)
+        )
     scheduler = build.part(Role.SCHEDULER, build.max_num_seqs)
     _report_parts(build, attention, layout, store, scheduler, decoder, shape)
     return NativeEngine(
@@ -127,8 +141,21 @@ def _decoder_context(build: Assembly, loaded: LoadedModel, tokenizer: Any) -> De
         facts=context.facts, device=str(build.device), dtype=context.dtype, max_num_seqs=build.max_num_seqs,
         max_model_len=context.max_model_len, seed=context.seed, model=loaded.model, tokenizer=tokenizer,
         eos_token_ids=loaded.eos_token_ids, base=context.base, progress=context.progress,
-        second=second_models(build, capture=_why_not_captured(build, recompute=False) is None),
+        second=second_models(build, capture=why_not_captured(build, recompute=False) is None),
     )  # fmt: skip
+
+
+def _tune_context(build: Assembly, joint: Joint, shape: KVShape, space: KVSpace) -> TuneContext:
+    return TuneContext(
+        layers=tuple(joint.layers.values()),
+        block_size=0 if space.fixed_rows else shape.block_size,
+        device=str(build.device),
+        dtype=build.context.dtype,
+        max_num_seqs=build.max_num_seqs,
+        max_model_len=build.context.max_model_len,
+        folder=cache_dir("kernels"),
+        progress=build.context.progress,
+    )
 
 
 def _lag(build: Assembly, decoder: Any) -> int:
@@ -206,7 +233,9 @@ def _load(build: Assembly) -> tuple[LoadedModel, Any]:
 
 def _quantize(build: Assembly, loaded: LoadedModel) -> None:
     quantizer = build.part(Role.QUANTIZER)
-    quantizer_context = QuantizerContext(str(build.device), build.context.dtype, None, build.context.progress)
+    quantizer_context = QuantizerContext(
+        str(build.device), build.context.dtype, None, build.context.progress, tune=build.tunes
+    )
     report: QuantizationReport = quantizer.apply(loaded.model, quantizer_context)
     build.executed(
         Role.QUANTIZER,
@@ -251,45 +280,6 @@ def _kv_bytes(build: Assembly) -> int | None:
             f"(kv_memory_fraction {build.context.kv_memory_fraction})"
         )
     return allowed
-
-
-def _capture(
-    build: Assembly,
-    joint: Joint,
-    shape: KVShape,
-    recompute: bool,
-    sampler: TokenSampler,
-    query_lens: tuple[int, ...],
-) -> StepGraphs | None:
-    refusal = _why_not_captured(build, recompute)
-    if refusal:
-        build.report.graphs = {"captured": 0, "reason": refusal}
-        return None
-    graphs = StepGraphs(joint, shape, sampler.next_ids, build.max_num_seqs, query_lens)
-    with torch.inference_mode():
-        for done in graphs.capture_all():
-            build.context.progress("capture", done)
-    build.report.graphs = {
-        "captured": len(graphs.keys),
-        "batches": sorted({key.batch for key in graphs.keys}),
-        "query_lens": sorted({key.query_len for key in graphs.keys}),
-        "contexts": sorted({key.context for key in graphs.keys}),
-    }
-    return graphs
-
-
-def _why_not_captured(build: Assembly, recompute: bool) -> str | None:
-    if build.device.type != "cuda":
-        return f"steps run eagerly on {build.device.type}"
-    if build.options.graphs == "off":
-        return "switched off by the experiment"
-    if recompute:
-        return "the KV layout recomputes everything: no two steps have the same shape"
-    for choice in (*build.context.parts.values(), *build.context.transforms):
-        provided = choice.component.provides(choice.options, build.context.facts, build.context.machine)
-        if "graph:no" in provided:
-            return f"{choice.component.role.value} {choice.component.name!r} cannot be captured (graph:no)"
-    return None
 
 
 def _report_parts(

@@ -16,6 +16,21 @@ class NativeOptions(Options, frozen=True):
         Literal["auto", "off"],
         Meta(description="replay decode steps from CUDA graphs: auto on a GPU when every part can be captured"),
     ] = "auto"
+    mixed_graph_tokens: Annotated[
+        Annotated[int, Meta(ge=0, le=16384)] | None,
+        Meta(
+            description="largest prefill or mixed step that is replayed from a CUDA graph, 0 for none; default: as "
+            "far as launching it takes the host longer than the device",
+            extra={"unit": "tokens"},
+        ),
+    ] = None
+    tune: Annotated[
+        Literal["auto", "off"],
+        Meta(
+            description="auto: on a GPU, measure launch parameters of kernels for this model in set-up, once "
+            "per machine (minutes); off: those that were measured before, else the kernels' defaults"
+        ),
+    ] = "off"
     self_check: Annotated[
         bool,
         Meta(description="compare packed logits with the model's own full forward before anything is timed"),

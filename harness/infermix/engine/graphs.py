@@ -8,15 +8,17 @@ block.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 
-from infermix.engine.packing import num_dropped
+from infermix.engine.packing import PackEntry, arrange, sink_blocks
+from infermix.engine.stages import FieldSpec, StagedFields
 from infermix.roles.batch import Batch, GroupBatch
+from infermix.toolkit.sampling import TorchSelector
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,9 +26,9 @@ if TYPE_CHECKING:
     from infermix.engine.bridge import Joint
     from infermix.roles.kv_space import KVShape, KVSpace
     from infermix.roles.scheduler import Scheduled
+    from infermix.toolkit.selection import TokenSelector
 
-#: How many steps may be in preparation at once: the one that runs, the one being queued, one spare.
-_STAGES = 3
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, order=True)
@@ -51,35 +53,16 @@ def context_buckets(max_model_len: int) -> list[int]:
     return [*sizes, max_model_len]
 
 
-@dataclass(frozen=True)
-class _Field:
-    name: str
-    dtype: Any
-    shape: tuple[int, ...]
-    offset: int
-
-    @property
-    def num_bytes(self) -> int:
-        return int(np.prod(self.shape)) * np.dtype(self.dtype).itemsize
-
-
-def _layout(batch: int, query_len: int, tables: int, width: int) -> list[_Field]:
+def _fields(batch: int, query_len: int, tables: int, width: int) -> list[FieldSpec]:
     tokens = batch * query_len
-    wanted: list[tuple[str, Any, tuple[int, ...]]] = [
+    return [
         ("host_ids", np.int64, (tokens,)),
         ("positions", np.int64, (tokens,)),
         ("slots", np.int64, (tables, tokens)),
         ("lanes", np.int64, (batch,)),
-        ("rows", np.int64, (tokens,)),
         ("context_lens", np.int32, (batch,)),
         ("tables", np.int32, (tables, batch, width)),
     ]
-    fields, offset = [], 0
-    for name, dtype, shape in wanted:
-        field = _Field(name, dtype, shape, offset)
-        fields.append(field)
-        offset += -(-field.num_bytes // 16) * 16
-    return fields
 
 
 class StepBuffers:
@@ -87,25 +70,12 @@ class StepBuffers:
 
     def __init__(self, batch: int, query_len: int, shape: KVShape, sink_lane: int, device: torch.device) -> None:
         self.batch, self.query_len, self.shape, self._sink_lane = batch, query_len, shape, sink_lane
-        fields = _layout(batch, query_len, shape.num_tables, shape.blocks_per_seq)
-        self._sinks = np.array([[shape.blocks_of(number)] for number in range(shape.num_tables)])
-        total = fields[-1].offset + fields[-1].num_bytes
-        pinned = device.type == "cuda"
-        self._stages = [torch.empty(total, dtype=torch.uint8, pin_memory=pinned) for _ in range(_STAGES)]
-        self._copied = [torch.cuda.Event() for _ in range(_STAGES)] if pinned else []
-        self._host = [
-            {f.name: np.ndarray(f.shape, f.dtype, stage.numpy(), f.offset) for f in fields} for stage in self._stages
-        ]
-        self._device_bytes = torch.empty(total, dtype=torch.uint8, device=device)
-        self.device = {f.name: self._device_view(f) for f in fields}
-        self._turn = 0
-        for host in self._host:
+        self._fields = StagedFields(_fields(batch, query_len, shape.num_tables, shape.blocks_per_seq), device)
+        self._sinks = sink_blocks(shape)
+        self.device = self._fields.device
+        for host in self._fields.stages:
             self._pad(host, 0)
-        self._device_bytes.copy_(self._stages[0])
-
-    def _device_view(self, field: _Field) -> Tensor:
-        dtype = torch.int64 if field.dtype is np.int64 else torch.int32
-        return self._device_bytes[field.offset : field.offset + field.num_bytes].view(dtype).view(field.shape)
+        self._fields.send()
 
     def _pad(self, host: dict[str, np.ndarray], start: int) -> None:
         first = start * self.query_len
@@ -118,40 +88,25 @@ class StepBuffers:
 
     def fill(self, rows: Sequence[Scheduled | None], space: KVSpace) -> None:
         """Write a step (one entry or hole per row) to the next stage and queue its copy to the device."""
-        self._turn = (self._turn + 1) % _STAGES
-        if self._copied:
-            self._copied[self._turn].synchronize()  # done long ago unless a decoder launches many steps unread
-        host = self._host[self._turn]
-        self._pad(host, 0 if None in rows else len(rows))
-        for index, entry in enumerate(rows):
-            if entry is not None:
-                self._fill_row(host, index, entry, space)
-        self._device_bytes.copy_(self._stages[self._turn], non_blocking=True)
-        if self._copied:
-            self._copied[self._turn].record()
-
-    def _fill_row(self, host: dict[str, np.ndarray], index: int, entry: Scheduled, space: KVSpace) -> None:
-        seq, count = entry.sequence, entry.num_new_tokens
-        start, block_size = seq.num_computed, self.shape.block_size
-        cached = start - num_dropped(space, seq.seq_id, start, count)
-        first = index * count
-        known = seq.tokens[start : start + entry.num_own_tokens]
-        in_flight = entry.num_own_tokens - len(known)
-        host["host_ids"][first : first + count] = [*known, *[-1] * in_flight, *entry.draft_ids]
-        host["positions"][first : first + count] = range(start, start + count)
-        host["lanes"][index] = seq.lane
-        host["context_lens"][index] = cached + count
-        for number in range(host["tables"].shape[0]):
-            table = space.block_table(seq.seq_id, number)
-            host["tables"][number, index, : len(table)] = table
-            for offset in range(count):
-                place = cached + offset
-                slot = table[place // block_size] * block_size + place % block_size
-                host["slots"][number, first + offset] = slot
+        host = self._fields.stage()
+        entries = [entry for entry in rows if entry is not None]
+        holes = len(entries) < len(rows)
+        self._pad(host, 0 if holes else len(rows))
+        where = [row for row, entry in enumerate(rows) if entry is not None] if holes else slice(0, len(rows))
+        packed = arrange([_packed(entry) for entry in entries], space, self.shape)
+        by_row = (len(entries), self.query_len)
+        host["host_ids"].reshape(-1, self.query_len)[where] = packed.ids.reshape(by_row)
+        host["positions"].reshape(-1, self.query_len)[where] = packed.positions.reshape(by_row)
+        host["lanes"][where] = [entry.sequence.lane for entry in entries]
+        host["context_lens"][where] = packed.context
+        for number, (table, slots) in enumerate(zip(packed.tables, packed.slots, strict=True)):
+            host["tables"][number][where, : table.shape[1]] = table
+            host["slots"][number].reshape(-1, self.query_len)[where] = slots.reshape(by_row)
+        self._fields.send()
 
     def as_batch(self, context: int) -> Batch:
         """The persistent tensors as a `Batch`; `input_ids` is filled by the captured step itself."""
-        device = self._device_bytes.device
+        device = self.device["positions"].device
         tokens = self.batch * self.query_len
         width = -(-context // self.shape.block_size)
         groups = self.shape.group_tables or (0,) * len(self.shape.groups)
@@ -172,11 +127,25 @@ class StepBuffers:
         )
 
 
+def fewest_blocks(shape: KVShape) -> int:
+    """Blocks of the smallest pool: no more sequences can run at once."""
+    return min(shape.blocks_of(number) for number in range(shape.num_tables))
+
+
+def _packed(entry: Scheduled) -> PackEntry:
+    """New tokens of a row; -1 stands for the one that only the device knows."""
+    seq, start = entry.sequence, entry.sequence.num_computed
+    known = seq.tokens[start : start + entry.num_own_tokens]
+    in_flight = entry.num_own_tokens - len(known)
+    return PackEntry(seq.seq_id, [*known, *[-1] * in_flight, *entry.draft_ids], start)
+
+
 @dataclass(slots=True)
 class CapturedStep:
     """A graph and every tensor that it reads or writes by address: `batch` must live as long as the graph.
 
-    `logits [batch * query_len, V]` and `token_lanes [batch * query_len]` hold the last replay's results.
+    `logits [batch * query_len, V]`, `token_lanes [batch * query_len]` and `most_likely` (the token of the largest
+    logit, `None` for longer queries than one) hold the last replay's results.
     """
 
     graph: torch.cuda.CUDAGraph
@@ -184,10 +153,31 @@ class CapturedStep:
     batch: Batch
     logits: Tensor
     token_lanes: Tensor
+    most_likely: Tensor | None
+
+
+def captured(work: Callable[[], T], pool: Any) -> tuple[torch.cuda.CUDAGraph, T]:
+    """`work` as a graph in the memory `pool`, and what it returned: persistent tensors, rewritten by each replay.
+
+    It runs twice before, on a stream of its own, so that nothing is compiled, tuned or allocated in the capture.
+    """
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            work()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        result = work()
+    return graph, result
 
 
 class StepGraphs:
-    """Captured steps of one engine. `next_ids` is the sampler's device table, read inside the graph."""
+    """Captured steps of one engine. `next_ids` is the sampler's device table, read inside the graph.
+
+    Batches end at the sequences that the KV can hold at once, which may be fewer than the engine has lanes.
+    """
 
     def __init__(
         self,
@@ -196,15 +186,16 @@ class StepGraphs:
         next_ids: Tensor,
         max_num_seqs: int,
         query_lens: Sequence[int] = (1,),
+        selector: TokenSelector = TorchSelector(),
     ) -> None:
         self._joint, self._shape, self._next_ids = joint, shape, next_ids
         self._max_num_seqs = max_num_seqs
-        self._query_lens = tuple(query_lens)
-        self._batches = batch_buckets(max_num_seqs)
+        self._query_lens, self._selector = tuple(query_lens), selector
+        self._batches = batch_buckets(min(max_num_seqs, fewest_blocks(shape)))
         self._contexts = context_buckets(shape.max_model_len)
         self._buffers: dict[tuple[int, int], StepBuffers] = {}
         self._steps: dict[GraphKey, CapturedStep] = {}
-        self._pool: Any = None
+        self.pool: Any = None
 
     @property
     def keys(self) -> list[GraphKey]:
@@ -237,21 +228,17 @@ class StepGraphs:
             self._buffers[shared] = StepBuffers(*shared, self._shape, self._max_num_seqs, device)
         buffers = self._buffers[shared]
         batch = buffers.as_batch(key.context)
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(2):
-                self._step(buffers, batch)
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            logits, lanes = self._step(buffers, batch)
-        self._pool = self._pool or graph.pool()
-        return CapturedStep(graph, buffers, batch, logits, lanes)
+        graph, outputs = captured(lambda: self._step(buffers, batch), self.pool)
+        self.pool = self.pool or graph.pool()
+        return CapturedStep(graph, buffers, batch, *outputs)
 
-    def _step(self, buffers: StepBuffers, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Logits of every token of the step, and the lane of each; a token in flight comes from the device."""
+    def _step(self, buffers: StepBuffers, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Logits of every token of the step, the lane of each, and their most likely tokens.
+
+        A token in flight comes from the device.
+        """
         host_ids = buffers.device["host_ids"]
         lanes = buffers.device["lanes"][:, None].expand(-1, buffers.query_len).reshape(-1)
         batch.input_ids.copy_(torch.where(host_ids < 0, self._next_ids[lanes], host_ids))
-        return self._joint.forward(batch), lanes
+        logits = self._joint.forward(batch)
+        return logits, lanes, self._selector.greedy(logits) if buffers.query_len == 1 else None

@@ -102,9 +102,7 @@ class NativeEngine:
             **(self._swapper.counters() if self._swapper else {}),
             **self._decoder_counters(),
             **(self._space.counters() if hasattr(self._space, "counters") else {}),
-            "eager_steps": float(self._runner.num_eager_steps),
-            "graph_steps": float(self._runner.num_graph_steps),
-            "graph_captures": float(len(self._runner.graphs.keys) if self._runner.graphs else 0),
+            **self._runner.counters(),
             "compiles": float(num_compiles()),
         }
         return self._report
@@ -121,7 +119,7 @@ class NativeEngine:
             self._decoder.reset()
         if hasattr(self._space, "reset_counters"):
             self._space.reset_counters()
-        self._runner.num_eager_steps = self._runner.num_graph_steps = 0
+        self._runner.reset_counters()
         self._counters = dict.fromkeys(
             (
                 "steps",
@@ -140,7 +138,7 @@ class NativeEngine:
 
     def close(self) -> None:
         self.reset()
-        self._runner.graphs = None
+        self._runner.graphs = self._runner.mixed = None
         self._joint.detach()
         if self._context.machine.device == "cuda":
             torch.cuda.synchronize()

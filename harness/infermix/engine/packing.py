@@ -27,6 +27,41 @@ class PackEntry(NamedTuple):
     num_computed: int
 
 
+class Packed(NamedTuple):
+    """A packed step on the host: `ids`, `positions [T]`, `query`, `context [B]`, `starts [B + 1]`, all int64.
+
+    `context` counts what is cached: a layout may have dropped tokens (`KVSpace.place`). Per block table
+    `tables [B, W]` int32, as wide as the longest context, and `slots [T]` int64.
+    """
+
+    ids: np.ndarray
+    positions: np.ndarray
+    query: np.ndarray
+    context: np.ndarray
+    starts: np.ndarray
+    tables: list[np.ndarray]
+    slots: list[np.ndarray]
+
+
+def arrange(entries: Sequence[PackEntry], space: KVSpace, shape: KVShape) -> Packed:
+    """Entries in order as flat arrays; blocks for every token must be reserved in `space`."""
+    query = np.fromiter((len(entry.token_ids) for entry in entries), np.int64, len(entries))
+    computed = np.fromiter((entry.num_computed for entry in entries), np.int64, len(entries))
+    place = getattr(space, "place", None)
+    drops = [0 if place is None else place(each.seq_id, each.num_computed, each.num_computed + len(each.token_ids))
+             for each in entries]  # fmt: skip
+    dropped = np.array(drops, np.int64)
+    context = query + computed - dropped
+    starts = np.concatenate(([0], np.cumsum(query)))
+    owner = np.repeat(np.arange(len(entries)), query)
+    positions = np.arange(starts[-1]) + (computed - starts[:-1])[owner]
+    ids = np.fromiter(chain.from_iterable(entry.token_ids for entry in entries), np.int64, int(starts[-1]))
+    places = positions - dropped[owner]
+    tables = [_block_tables(entries, context, space, shape, number) for number in range(shape.num_tables)]
+    slots = [_slots(table, owner, places, shape.block_size) for table in tables]
+    return Packed(ids, positions, query, context, starts, tables, slots)
+
+
 def pack(
     entries: Sequence[PackEntry],
     space: KVSpace,
@@ -41,26 +76,13 @@ def pack(
     `Batch.logits_rows` is what is given, else every row with `all_logits`, else the last new token of each.
     Two copies go to the device: one of all int64 fields, one of all int32 fields.
     """
-    query = np.fromiter((len(entry.token_ids) for entry in entries), np.int64, len(entries))
-    computed = np.fromiter((entry.num_computed for entry in entries), np.int64, len(entries))
-    dropped = np.fromiter(
-        (num_dropped(space, entry.seq_id, entry.num_computed, len(entry.token_ids)) for entry in entries),
-        np.int64,
-        len(entries),
-    )
-    context = query + computed - dropped
-    starts = np.concatenate(([0], np.cumsum(query)))
-    owner = np.repeat(np.arange(len(entries)), query)
-    positions = np.arange(starts[-1]) + (computed - starts[:-1])[owner]
-    places = positions - dropped[owner]
-    ids = np.fromiter(chain.from_iterable(entry.token_ids for entry in entries), np.int64, int(starts[-1]))
-    tables = [_block_tables(entries, context, space, shape, number) for number in range(shape.num_tables)]
-    slots = [_slots(table, owner, places, shape.block_size) for table in tables]
+    packed = arrange(entries, space, shape)
+    starts, context, tables = packed.starts, packed.context, packed.tables
     rows = _rows(starts, logits_rows, all_logits)
-    wide = _to_device([ids, positions, rows, *slots], np.int64, torch.device(device))
+    wide = _to_device([packed.ids, packed.positions, rows, *packed.slots], np.int64, torch.device(device))
     narrow = _to_device([starts, context, *tables], np.int32, torch.device(device))
     by_table = [GroupBatch(*pair) for pair in zip(wide[3:], narrow[2:], strict=True)]
-    query_lens = tuple(query.tolist())
+    query_lens = tuple(packed.query.tolist())
     return Batch(
         input_ids=wide[0],
         positions=wide[1],
@@ -74,6 +96,11 @@ def pack(
         context_capacity=int(context.max()),
         host_rows=tuple(tables[0][:, 0].tolist()),
     )
+
+
+def sink_blocks(shape: KVShape) -> np.ndarray:
+    """Id of the sink block of each block table, `[tables, 1]`."""
+    return np.array([[shape.blocks_of(number)] for number in range(shape.num_tables)])
 
 
 def num_dropped(space: KVSpace, seq_id: int, start: int, num_new: int) -> int:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from infermix.engine.bridge import Joint
     from infermix.engine.graphs import CapturedStep, StepGraphs
+    from infermix.engine.mixed_graphs import MixedGraphs, MixedStep
     from infermix.roles.batch import Batch
     from infermix.roles.kv_space import KVShape, KVSpace
     from infermix.roles.request import Sequence as SequenceState
@@ -24,18 +25,32 @@ if TYPE_CHECKING:
 
 
 class ModelRunner:
-    """Runs a plan eagerly, or from a captured graph when all its sequences have the same, captured query length.
+    """Runs a plan eagerly, or from a captured graph: one of `graphs` when all its sequences have the same, captured
+    query length, else one of `mixed` when only last rows are wanted.
 
     Prompts that are longer than the layout takes at once (`KVShape.max_query_len`) run in pieces, a forward each.
-    `num_eager_steps` and `num_graph_steps` say which happened how often.
+    `num_eager_steps`, `num_graph_steps` and `num_mixed_graph_steps` (of the latter) say what happened how often.
     """
 
     def __init__(self, joint: Joint, space: KVSpace, shape: KVShape, next_ids: Tensor, vocab_size: int) -> None:
         self._joint, self._space, self._shape, self._next_ids = joint, space, shape, next_ids
         self.vocab_size = vocab_size
         self.graphs: StepGraphs | None = None
-        self.num_eager_steps = 0
-        self.num_graph_steps = 0
+        self.mixed: MixedGraphs | None = None
+        self.reset_counters()
+
+    def reset_counters(self) -> None:
+        self.num_eager_steps = self.num_graph_steps = self.num_mixed_graph_steps = 0
+
+    def counters(self) -> dict[str, float]:
+        """Steps since the last reset, and graphs captured so far."""
+        captures = sum(len(graphs.keys) for graphs in (self.graphs, self.mixed) if graphs is not None)
+        return {
+            "eager_steps": float(self.num_eager_steps),
+            "graph_steps": float(self.num_graph_steps),
+            "mixed_graph_steps": float(self.num_mixed_graph_steps),
+            "graph_captures": float(captures),
+        }
 
     def forward(self, plan: Plan, want: Want = Want()) -> Forward:
         limit = self._shape.max_query_len
@@ -52,11 +67,16 @@ class ModelRunner:
         self._evict(entries)
         rows = self._rows(entries)
         step = self._captured(rows)
-        if step is None:
-            self.num_eager_steps += 1
-            return self._eager([entry for entry in rows if entry is not None], want)
-        self.num_graph_steps += 1
-        return self._replay(step, rows, want)
+        if step is not None:
+            self.num_graph_steps += 1
+            return self._replay(step, rows, want)
+        mixed = self._captured_mixed(entries, want)
+        if mixed is not None:
+            self.num_graph_steps += 1
+            self.num_mixed_graph_steps += 1
+            return self._replay_mixed(mixed, entries, want)
+        self.num_eager_steps += 1
+        return self._eager([entry for entry in rows if entry is not None], want)
 
     def reserve(self, sequence: SequenceState, num_tokens: int) -> bool:
         return self._space.reserve(sequence.seq_id, num_tokens)
@@ -92,17 +112,36 @@ class ModelRunner:
         context = max(map(self._cached, entries)) + query_len
         return self.graphs.find(len(rows), query_len, context)
 
+    def _captured_mixed(self, entries: Sequence[Scheduled], want: Want) -> MixedStep | None:
+        if self.mixed is None or want != Want():
+            return None
+        context = max(self._cached(entry) + entry.num_new_tokens for entry in entries)
+        return self.mixed.find(len(entries), sum(entry.num_new_tokens for entry in entries), context)
+
+    def _replay_mixed(self, step: MixedStep, entries: Sequence[Scheduled], want: Want) -> Forward:
+        assert self.mixed is not None
+        rows, sequences = self._logits_rows(entries, want)
+        lanes = [sequence.lane for sequence in sequences]
+        self.mixed.buffers.fill(entries, rows, lanes, step.num_tokens, self._space)
+        step.graph.replay()
+        count = len(rows)
+        return Forward(step.logits[:count], sequences, step.lanes[:count], most_likely=step.most_likely[:count])
+
     def _replay(self, step: CapturedStep, rows: Sequence[Scheduled | None], want: Want) -> Forward:
         assert not want.hidden_layers, "hidden states do not come out of captured steps"
         step.buffers.fill(rows, self._space)
         step.graph.replay()
         kept, sequences = _kept_rows(rows, step.buffers.query_len, want)
         positions = _positions([entry for entry in rows if entry is not None], want)
+        outputs = (step.logits, step.token_lanes, step.most_likely)
         if kept == list(range(len(kept))):
-            return Forward(step.logits[: len(kept)], sequences, step.token_lanes[: len(kept)], positions)
-        index = _to_device(kept, step.logits.device)
-        lanes = step.token_lanes.index_select(0, index)
-        return Forward(step.logits.index_select(0, index), sequences, lanes, positions)
+            logits, lanes, ids = (None if each is None else each[: len(kept)] for each in outputs)
+        else:
+            index = _to_device(kept, step.logits.device)
+            logits, lanes, ids = (None if each is None else each.index_select(0, index) for each in outputs)
+        assert logits is not None
+        assert lanes is not None
+        return Forward(logits, sequences, lanes, positions, most_likely=ids)
 
     def _eager(self, entries: Sequence[Scheduled], want: Want) -> Forward:
         device = self._next_ids.device

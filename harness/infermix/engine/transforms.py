@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from infermix.roles.component import Choice
+    from infermix.toolkit.selection import TokenSelector
 
 
 class Transforms:
@@ -25,6 +26,12 @@ class Transforms:
 
     def __bool__(self) -> bool:
         return bool(self._built)
+
+    @property
+    def selector(self) -> TokenSelector | None:
+        """What the last transform that brings one picks tokens with."""
+        brought = [getattr(transform, "selector", None) for _, transform in self._built]
+        return next((selector for selector in reversed(brought) if selector is not None), None)
 
     def apply(self, stage: Stage, model: nn.Module, phase: Callable[[str], AbstractContextManager[None]]) -> None:
         """Apply those of `stage`; `phase(name)` times each."""

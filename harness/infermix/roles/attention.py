@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch import Tensor
 
     from infermix.roles.batch import Batch
@@ -32,8 +35,29 @@ class LayerSpec:
     kv_from: int | None = None
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TuneContext:
+    """What attention will be asked to compute: the model's layers over blocks of `block_size` tokens.
+
+    `block_size` is 0 for dense rows. `folder` is where measured parameters are kept, a file per machine.
+    """
+
+    layers: tuple[LayerSpec, ...]
+    block_size: int
+    device: str
+    dtype: str
+    max_num_seqs: int
+    max_model_len: int
+    folder: Path
+    progress: Callable[[str, float], None] = lambda phase, fraction: None
+
+
 class AttentionBackend(Protocol):
     """Computes attention of new tokens over everything in the cache.
+
+    May have a method `tune(context: TuneContext) -> Mapping[str, Any]`: it measures launch parameters that this
+    machine's files do not hold yet, in set-up, where the experiment asks for it (`engine.tune: auto`), and returns
+    facts for the record.
 
     Must be free of host reads, allocations that depend on values, and Python branches on tensor values when
     `batch.captured`; a backend that cannot do so declares `graph:no`.

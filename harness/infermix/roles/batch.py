@@ -29,7 +29,9 @@ class Batch:
       new tokens); `logits_rows [R]` int64, the rows of T whose logits are wanted.
     - `query_lens`, `host_context_lens`: the same on the host; `host_context_lens` is `None` in a captured step, where
       no Python may depend on it.
-    - `query_len`: the common query length, or `None` when lengths differ. `context_capacity`: an upper bound on
+    - `query_len`: the common query length, or `None` when lengths differ. A captured step of different lengths (only
+      for parts that provide `graph:mixed`) has upper bounds in `query_lens`, and padding rows with context length 0
+      anywhere behind its sequences. `context_capacity`: an upper bound on
       `context_lens`, static for a captured step (its context bucket).
     - `groups`: one `GroupBatch` per KV group.
     - `host_rows`: first block of each sequence on the host, for layouts with one block per sequence; `None` in a

@@ -49,7 +49,9 @@ class Forward:
     """`logits [R, V]` on the device. Row i belongs to `sequences[i]`, whose lane is `lanes[i]` (int64, device).
 
     With `all_logits` or `draft_logits` a sequence has several rows, one per token in order; `positions[i]` is then
-    the position of the token that row i predicts (otherwise it is the sequence's next one).
+    the position of the token that row i predicts (otherwise it is the sequence's next one). `most_likely [R]` int64 is
+    the token of each row's largest logit where the step has found it already (captured steps that want one row per
+    sequence).
     """
 
     logits: Tensor
@@ -57,6 +59,7 @@ class Forward:
     lanes: Tensor
     positions: list[int] | None = None
     hidden: dict[int, Tensor] | None = None
+    most_likely: Tensor | None = None
 
 
 class Runner(Protocol):

@@ -23,12 +23,16 @@ class QuantizationReport:
 
 @dataclass(frozen=True)
 class QuantizerContext:
-    """`calibration()` yields token-id lists when the experiment names calibration data."""
+    """`calibration()` yields token-id lists when the experiment names calibration data.
+
+    With `tune`, kernels of the new linears are measured for their shapes where this machine's files do not hold them.
+    """
 
     device: str
     dtype: str
     calibration: Callable[[], Sequence[Sequence[int]]] | None = None
     progress: Callable[[str, float], None] | None = None
+    tune: bool = False
 
 
 class Quantizer(Protocol):

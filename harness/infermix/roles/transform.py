@@ -36,7 +36,8 @@ class TransformReport:
 class TransformContext:
     """`max_num_seqs` bounds the rows of a decode step; random input for verification is drawn from `seed`.
 
-    `max_model_len` bounds the positions, 0 when it is not known.
+    `max_model_len` bounds the positions, 0 when it is not known. With `tune`, kernels that a transform brings are
+    measured for the model's shapes where this machine's files do not hold them yet.
     """
 
     device: str
@@ -45,10 +46,14 @@ class TransformContext:
     facts: ModelFacts
     max_num_seqs: int
     max_model_len: int = 0
+    tune: bool = False
     progress: Callable[[str, float], None] = lambda phase, fraction: None
 
 
 class ModelTransform(Protocol):
+    """May have an attribute `selector`, a `infermix.toolkit.selection.TokenSelector` once it is applied: tokens are
+    then picked from the logits by it. Of several the last one counts."""
+
     stage: Stage
 
     def apply(self, model: nn.Module, context: TransformContext) -> TransformReport:

@@ -7,14 +7,17 @@ temperature, top-k, top-p over what top-k left, min-p relative to the most likel
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from infermix.toolkit.selection import Filters
+
 if TYPE_CHECKING:
     from infermix.roles.decoder import Forward
     from infermix.roles.request import SamplingParams, Sequence
+    from infermix.toolkit.selection import TokenSelector
 
 _MASK = (1 << 64) - 1
 
@@ -61,24 +64,42 @@ def draw(probabilities: Tensor, noise: Tensor) -> Tensor:
     return (cumulative <= noise * cumulative[:, -1:]).sum(-1)
 
 
+class TorchSelector:
+    """The plain `TokenSelector`: `argmax`, and a draw in float64 behind a full sort."""
+
+    def greedy(self, logits: Tensor) -> Tensor:
+        return logits.argmax(-1)
+
+    def draw(self, logits: Tensor, filters: Filters) -> Tensor:
+        drawn = draw(_filtered(logits, filters), filters.noise[:, None])
+        return torch.where(filters.temperature > 0, drawn, logits.argmax(-1))
+
+
 class TokenSampler:
     """Keeps `next_ids [max_num_seqs + 1]` on the device: the last sampled token of each lane.
 
-    The extra lane belongs to padded rows.
+    The extra lane belongs to padded rows. `selector` picks tokens from logits.
     """
 
     def __init__(
-        self, max_num_seqs: int, vocab_size: int, device: torch.device, eos_token_ids: tuple[int, ...]
+        self,
+        max_num_seqs: int,
+        vocab_size: int,
+        device: torch.device,
+        eos_token_ids: tuple[int, ...],
+        selector: TokenSelector = TorchSelector(),
     ) -> None:
         self.next_ids = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
         self._vocab_size = vocab_size
-        self._eos_token_ids = eos_token_ids
+        self._eos_token_ids, self._selector = eos_token_ids, selector
         self._seen: Tensor | None = None
         self._seen_owner: dict[int, int] = {}
 
     def sample(self, forward: Forward) -> Tensor:
         sequences = forward.sequences
-        ids = self._choose(self._adjusted(forward), sequences, _next_positions(sequences))
+        logits = self._adjusted(forward)
+        known = forward.most_likely if logits is forward.logits and _greedy(sequences) else None
+        ids = self._choose(logits, sequences, _next_positions(sequences)) if known is None else known
         self.next_ids.index_copy_(0, forward.lanes, ids)
         if self._seen is not None and _penalised(sequences):
             self._seen[forward.lanes, ids] = True
@@ -91,10 +112,10 @@ class TokenSampler:
     def probabilities(self, forward: Forward, drafts: list[tuple[int, ...]]) -> Tensor:
         """The distribution `[R, V]` (fp64, normalised) of every row; one-hot where the request is greedy."""
         logits = self._adjusted(forward, drafts)
-        table = _parameters(forward.sequences, _positions(forward), logits.device)
-        kept = _filtered(logits, forward.sequences, table)
+        filters = _filters_of(forward.sequences, _positions(forward), logits.device)
+        kept = _filtered(logits, filters)
         greedy = torch.zeros_like(kept).scatter_(1, logits.argmax(-1, keepdim=True), 1.0)
-        return torch.where(table.greedy > 0, greedy, kept / kept.sum(-1, keepdim=True))
+        return torch.where(filters.temperature[:, None] > 0, kept / kept.sum(-1, keepdim=True), greedy)
 
     def accept(self, sequence: Sequence, token_ids: tuple[int, ...]) -> None:
         """Tokens of a verification step that stay; penalties of later steps see them."""
@@ -105,12 +126,9 @@ class TokenSampler:
         self._seen_owner.clear()
 
     def _choose(self, logits: Tensor, sequences: list[Sequence], positions: list[int]) -> Tensor:
-        if all(seq.request.sampling.temperature == 0 for seq in sequences):
-            return logits.argmax(-1)
-        table = _parameters(sequences, positions, logits.device)
-        return torch.where(
-            table.greedy.squeeze(1) > 0, logits.argmax(-1), draw(_filtered(logits, sequences, table), table.noise)
-        )
+        if _greedy(sequences):
+            return self._selector.greedy(logits)
+        return self._selector.draw(logits, _filters_of(sequences, positions, logits.device))
 
     def _adjusted(self, forward: Forward, drafts: list[tuple[int, ...]] | None = None) -> Tensor:
         """Logits without the stop tokens that may not come yet, and with penalties."""
@@ -124,7 +142,8 @@ class TokenSampler:
         early = [
             (row, stops)
             for row, (seq, position) in enumerate(zip(sequences, positions, strict=True))
-            if position - seq.num_prompt_tokens < seq.request.sampling.min_new_tokens
+            if (least := seq.request.sampling.min_new_tokens)
+            and position - seq.num_prompt_tokens < least
             and (stops := stop_tokens(seq.request.sampling, self._eos_token_ids))
         ]
         if not early:
@@ -161,34 +180,33 @@ class TokenSampler:
         self._seen_owner.pop(lane, None)
 
 
-class _Parameters(NamedTuple):
-    """One column `[R, 1]` per sampling parameter, on the device, in fp64."""
-
-    temperature: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
-    noise: Tensor
-    greedy: Tensor
-
-
-def _parameters(sequences: list[Sequence], positions: list[int], device: torch.device) -> _Parameters:
+def _filters_of(sequences: list[Sequence], positions: list[int], device: torch.device) -> Filters:
     params = [seq.request.sampling for seq in sequences]
-    rows = [
-        [p.temperature or 1.0, p.top_k, p.top_p, p.min_p, uniform(p.seed, position), p.temperature == 0]
-        for p, position in zip(params, positions, strict=True)
+    columns = [
+        [p.temperature for p in params],
+        [p.top_p for p in params],
+        [p.min_p for p in params],
+        [uniform(p.seed, position) for p, position in zip(params, positions, strict=True)],
+        [p.top_k for p in params],
     ]
-    table = torch.tensor(rows, dtype=torch.float64).to(device, non_blocking=True)
-    return _Parameters(*table.split(1, dim=1))
+    table = torch.tensor(columns, dtype=torch.float64).to(device, non_blocking=True)
+    temperature, top_p, min_p, noise, top_k = table.unbind()
+    unfiltered = not any(_filters(p) for p in params)
+    return Filters(temperature, top_k.long(), top_p, min_p, noise, unfiltered)
 
 
-def _filtered(logits: Tensor, sequences: list[Sequence], table: _Parameters) -> Tensor:
-    """Probabilities `[R, V]` in fp64 after temperature and filters, not renormalised."""
+def _filtered(logits: Tensor, filters: Filters) -> Tensor:
+    """Probabilities `[R, V]` in fp64 after temperature and filters, not renormalised; greedy rows as with 1."""
+    temperature = torch.where(filters.temperature > 0, filters.temperature, 1.0)[:, None].float()
     # From the largest down: a tiny temperature then leaves it alone instead of overflowing to NaN.
-    scaled = (logits.float() - logits.amax(-1, keepdim=True).float()) / table.temperature.float()
-    if any(_filters(seq.request.sampling) for seq in sequences):
-        return filter_probabilities(scaled, table.top_k.long(), table.top_p, table.min_p)
-    return torch.softmax(scaled, dim=-1, dtype=torch.float64)
+    scaled = (logits.float() - logits.amax(-1, keepdim=True).float()) / temperature
+    if filters.unfiltered:
+        return torch.softmax(scaled, dim=-1, dtype=torch.float64)
+    return filter_probabilities(scaled, *(each[:, None] for each in (filters.top_k, filters.top_p, filters.min_p)))
+
+
+def _greedy(sequences: list[Sequence]) -> bool:
+    return all(seq.request.sampling.temperature == 0 for seq in sequences)
 
 
 def _next_positions(sequences: list[Sequence]) -> list[int]:

@@ -164,6 +164,21 @@ def test_skinny_linears_give_the_same_logits(max_rows: int) -> None:
     assert worst_error(logits_in_full(model, (1, 8, 13)), expected) < TOLERANCE
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma"])
+def test_one_row_of_a_fused_layer_is_gated_in_its_product(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SiLU and GELU; more rows gate in a launch of their own, and so does a product that torch computes."""
+    model = tiny(*FUSED[family])
+    expected = logits_in_full(model, (1, 2))
+    FuseTransform().apply(model, transform_context())
+    report = SkinnyLinearTransform(8, measure=False).apply(model, transform_context())
+    assert report.replaced["gated product"] == len(model.model.layers)
+    assert 0 < report.verified["gated product"] < 1e-6
+    layer = model.model.layers[0]
+    assert layer.gate_up_proj.gated(torch.zeros(1, 64), layer.activation) is not None
+    assert layer.gate_up_proj.gated(torch.zeros(2, 64), layer.activation) is None
+    assert worst_error(logits_in_full(model, (1, 2)), expected) < TOLERANCE
+
+
 def test_rows_beyond_the_limit_are_torchs() -> None:
     linear = nn.Linear(32, 8)
     model = nn.Sequential(linear)

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 FOLDER = Path(__file__).parent
 
 
-@pytest.mark.parametrize("module", ["fuse_interpreted.py", "quantizers_interpreted.py"])
+@pytest.mark.parametrize("module", ["fuse_interpreted.py", "quantizers_interpreted.py", "selector_interpreted.py"])
 def test_interpreted(module: str) -> None:
     path = os.pathsep.join([str(FOLDER), os.environ.get("PYTHONPATH", "")])
     variables = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}

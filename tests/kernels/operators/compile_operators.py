@@ -13,6 +13,7 @@ from infermix_kernels import (
     activation,
     fp8,
     gemv,
+    gemv_gated,
     greedy,
     kv_write,
     norm,
@@ -46,7 +47,7 @@ def table() -> rotary.RotaryTable:
     return rotary.RotaryTable(tensor(8192, 64), tensor(8192, 64))
 
 
-def write(num_tokens: int, pool: torch.dtype = BF16, pdl: bool = False) -> None:
+def write(num_tokens: int, pool: torch.dtype = BF16, pdl: bool = False, normed: bool = False) -> None:
     pools = [tensor(101, 16, 8, 128, of=pool) for _ in range(2)]
     scales = [None if pool == BF16 else tensor(101, 8, 16, of=FP32) for _ in range(2)]
     new = [tensor(num_tokens, 8, 128) for _ in range(2)]
@@ -54,6 +55,7 @@ def write(num_tokens: int, pool: torch.dtype = BF16, pdl: bool = False) -> None:
     kv_write.write_kv(
         new[0], new[1], pools[0], pools[1], index, key_scales=scales[0], value_scales=scales[1], table=table(),
         positions=index, q=tensor(num_tokens, 32, 128), pdl=pdl,
+        norms=rotary.HeadNorms(tensor(128), tensor(128), 1e-6) if normed else None,
     )  # fmt: skip
 
 
@@ -98,9 +100,11 @@ FAST: dict[str, Callable[[], object]] = {
     "norm, one row, early start": lambda: add_norm(1, pdl=True),
     "silu": lambda: activation.silu_and_mul(tensor(64, 28672)),
     "write_kv, one row, early start": lambda: write(1, pdl=True),
+    "write_kv, normed heads": lambda: write(1, pdl=True, normed=True),
     "write_kv, fp8": lambda: write(64, FP8),
     "sample": lambda: sample(8, 49152),
     "gemv, early start": lambda: skinny(1, pdl=True),
+    "gated gemv, early start": lambda: gemv_gated.gated_row(tensor(1, K), tensor(N, K), "silu", pdl=True),
     "skinny, split": lambda: skinny(8),
     "w4 tile, one row, early start": lambda: four_bits(1, True, pdl=True),
     "w4 tile, zeros": lambda: four_bits(8, True),

@@ -23,11 +23,12 @@ from infermix_kernels import (
     w8a8,
     w8a16,
 )
+from infermix_kernels.gemv_gated import gated_row
 from infermix_kernels.matmul_launch import MatmulWorkspace
 from infermix_kernels.pack import PackedW4, pack_w4
 from infermix_kernels.reference import matmul as meant
 from infermix_kernels.reference import ops
-from infermix_kernels.rotary import RotaryTable, rotary
+from infermix_kernels.rotary import HeadNorms, RotaryTable, rotary
 from torch import Tensor
 
 FP8 = torch.float8_e4m3fn
@@ -146,7 +147,9 @@ def check_kv_write(
     rotary_dim: int,
     pool_dtype: torch.dtype | None = None,
     block_size: int = 16,
+    normed: bool = False,
 ) -> None:
+    """`normed`: heads are normed first, and rounded between norm and rotation, as in a model."""
     source = Source(device)
     num_blocks = num_tokens // block_size + 2
     q, k = (
@@ -165,14 +168,18 @@ def check_kv_write(
         scales = [torch.full(by_head, float("nan"), device=device) for _ in range(2)]
         arguments = {"key_scales": scales[0], "value_scales": scales[1]}
     table, positions = rotation(source, max(rotary_dim, 2), num_tokens, False, dtype)
-    rotated = k
+    rotated, allowed = k, TOLERANCE[dtype] * (2 if normed else 1)
+    weights = [source.normal(dims[0], dtype=dtype) for _ in range(2)]
+    plain = [ops.rms_norm(x.double(), w, 1e-5, weight_offset=1.0) if normed else x.double()
+             for x, w in zip((q, k), weights, strict=True)]  # fmt: skip
     if rotary_dim:
         arguments |= {"table": table, "positions": positions, "q": q, "q_out": poisoned(*q.shape, like=q)}
-        rotated = ops.rotate(k.double(), table.cos, table.sin, positions)
+        arguments["norms"] = HeadNorms(*weights, 1e-5, 1.0) if normed else None
+        rotated = ops.rotate(plain[1], table.cos, table.sin, positions)
     q_out = kv_write.write_kv(k, v, pools[0], pools[1], slots, **arguments)
     if rotary_dim:
         assert q_out is not None
-        assert error(q_out, ops.rotate(q.double(), table.cos, table.sin, positions)) < TOLERANCE[dtype]
+        assert error(q_out, ops.rotate(plain[0], table.cos, table.sin, positions)) < allowed
     untouched = torch.ones(num_blocks * block_size, dtype=torch.bool, device=device)
     untouched[slots] = False
     for index, (pool, reference) in enumerate(zip(pools, (rotated, v), strict=True)):
@@ -180,11 +187,23 @@ def check_kv_write(
         left, kept = (each.view(torch.uint8)[untouched] for each in (stored, before[index].flatten(0, 1)))
         assert torch.equal(left, kept)
         if pool_dtype is None:
-            assert error(stored[slots], reference) < TOLERANCE[dtype]
+            assert error(stored[slots], reference) < allowed
+        elif normed:
+            assert error(stored[slots].float() * scales[index].flatten(0, 1)[slots][..., None], reference) < 0.05
         else:
             factors = scales[index].transpose(1, 2).flatten(0, 1)
             check_quantized(stored[slots], factors[slots], reference)
             assert bool(factors[untouched].isnan().all())
+
+
+def check_gated_row(device: str, dtype: torch.dtype, features: int, width: int, activation: Any) -> None:
+    source = Source(device)
+    x, weight = source.normal(1, width, dtype=dtype), source.normal(2 * features, width, dtype=dtype)
+    gate, up = (x.double() @ weight.double().T).to(dtype).double().chunk(2, dim=1)
+    kinds = {"silu": ops.silu_mul, "gelu_tanh": ops.gelu_mul}
+    expected = kinds[activation](gate, up) if activation in kinds else ops.gelu_mul(gate, up, approximate="none")
+    # gate and up are rounded before, each once
+    assert error(gated_row(x, weight, activation), expected) < 3 * TOLERANCE[dtype]
 
 
 def check_quantized(numbers: Tensor, scales: Tensor, reference: Tensor) -> None:

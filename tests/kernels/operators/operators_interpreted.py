@@ -52,6 +52,18 @@ def test_kv_write(rotary_dim: int, pool: torch.dtype | None) -> None:
     check.check_kv_write("cpu", FP32, 7, (6, 3), (40, 24), rotary_dim, pool)
 
 
+@pytest.mark.parametrize("pool", [None, INT8], ids=["plain", "int8"])
+@pytest.mark.parametrize("rotary_dim", [40, 24], ids=["whole heads", "partly rotated"])
+def test_kv_write_of_normed_heads(rotary_dim: int, pool: torch.dtype | None) -> None:
+    check.check_kv_write("cpu", FP32, 7, (6, 3), (40, 24), rotary_dim, pool, normed=True)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "gelu_erf"])
+@pytest.mark.parametrize(("features", "width"), [(5, 70), (8, 64)], ids=["odd", "even"])
+def test_gated_row(activation: str, features: int, width: int) -> None:
+    check.check_gated_row("cpu", FP32, features, width, activation)
+
+
 def test_quantize_rows() -> None:
     check.check_quantize_rows("cpu", FP16, INT8, 3, 77)
 

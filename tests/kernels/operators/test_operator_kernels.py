@@ -15,7 +15,7 @@ import torch
 pytest.importorskip("triton")
 from infermix_kernels import activation, gemv, kv_write, norm, pack, quantize, sampling, w4a16, w8a8
 from infermix_kernels.matmul_launch import MatmulLaunch, MatmulWorkspace
-from infermix_kernels.rotary import RotaryTable, rotary
+from infermix_kernels.rotary import HeadNorms, RotaryTable, rotary
 
 FOLDER = Path(__file__).parent
 
@@ -117,6 +117,7 @@ TABLE = RotaryTable(torch.zeros(9, 8), torch.zeros(9, 8))
 POOL = torch.zeros(2, 16, 2, 16)
 HEADS = torch.zeros(3, 2, 16)
 SLOTS = torch.zeros(3, dtype=torch.int64)
+NORMS = HeadNorms(torch.ones(16), torch.ones(16), 1e-6)
 BYTES = torch.zeros(8, 64, dtype=torch.int8)
 REFUSED: list[tuple[str, Any]] = [
     ("x is torch.float64", lambda: norm.rms_norm(X.double(), X[0], 1e-5)),
@@ -131,6 +132,7 @@ REFUSED: list[tuple[str, Any]] = [
     ("slot_mapping is torch.int32", lambda: kv_write.write_kv(HEADS, HEADS, POOL, POOL, SLOTS.int())),
     ("need key_scales", lambda: kv_write.write_kv(HEADS, HEADS, POOL.char(), POOL.char(), SLOTS)),
     ("no table", lambda: kv_write.write_kv(HEADS, HEADS, POOL, POOL, SLOTS, q=HEADS)),
+    ("no table to rotate what they normed", lambda: kv_write.write_kv(HEADS, HEADS, POOL, POOL, SLOTS, norms=NORMS)),
     ("keys has shape", lambda: kv_write.write_kv(HEADS, HEADS, POOL[..., :1, :], POOL, SLOTS)),
     ("dtype is torch.int16", lambda: quantize.quantize_rows(X, torch.int16)),
     ("1 to 16 rows fit", lambda: gemv.skinny_linear(torch.zeros(17, 64), torch.zeros(8, 64))),

@@ -80,6 +80,8 @@ def test_kv_write(
     block_size: int,
 ) -> None:
     check.check_kv_write("cuda", dtype, tokens, heads, dims, rotary_dim, pool, block_size)
+    if rotary_dim:
+        check.check_kv_write("cuda", dtype, tokens, heads, dims, rotary_dim, pool, block_size, normed=True)
 
 
 @DTYPES
@@ -253,3 +255,10 @@ def test_quantized_rows_can_be_shared_by_products() -> None:
     out = torch.empty(3, 256, dtype=BF16, device="cuda")
     w8a8.int8_product(numbers, x_scale, weight, scale, out=out)
     assert torch.equal(out, w8a8.w8a8_linear(x, weight, scale))
+
+
+@DTYPES
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "gelu_erf"])
+@pytest.mark.parametrize(("features", "width"), [(1536, 576), (14336, 4096), (33, 70)], ids=str)
+def test_gated_row(dtype: torch.dtype, features: int, width: int, activation: str) -> None:
+    check.check_gated_row("cuda", dtype, features, width, activation)

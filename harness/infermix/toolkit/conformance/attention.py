@@ -71,6 +71,8 @@ def check_attention(
             case = _draw(layer, query_lens, context_lens, generator, machine.device, dtype)
             for view_name, block_size in _views(needs, block_sizes):
                 check_case(backend, case, view_name, block_size, capture="graph:no" not in provided)
+                if "graph:mixed" in provided and view_name == "paged":
+                    _check_mixed(backend, case, block_size)
                 count += 1
     _check_refusals(backend, provided, machine.device, dtype, generator)
     return count
@@ -216,6 +218,30 @@ def _check_captured(
     out = replay() if replay is not None else out
     compare(out[: len(case.q)], expected, f"captured, {label}")
     assert (out[len(case.q) :] == 0).all(), f"captured, {label}: padded rows are not zero"
+
+
+def _check_mixed(backend: AttentionBackend, case: _Case, block_size: int) -> None:
+    """Any query lengths in a captured batch: padding tokens belong to a row of context 0, one more row is empty.
+
+    First every context is as short as its queries, then the batch is updated in place, as a replay does.
+    """
+    label = f"captured mixed step, queries {case.query_lens}, contexts {case.context_lens}, {case.layer}"
+    view, batch = _pack(case, "paged", block_size, captured=False, padding=2)
+    assert isinstance(view, PagedView)
+    tokens, padded = len(case.q), len(case.q) + 5
+    lens = torch.tensor([0, *case.query_lens, 5, 0], device=case.q.device)
+    batch.cu_seqlens_q = lens.cumsum(0).to(torch.int32)
+    batch.query_lens, batch.query_len = (padded,) * (len(case.query_lens) + 2), None
+    batch.host_context_lens = batch.host_rows = None
+    batch.context_capacity = case.capacity
+    q = torch.cat((case.q, case.q.new_full((5, *case.q.shape[1:]), float("nan"))))
+    contexts = batch.context_lens.clone()
+    batch.context_lens.copy_(torch.minimum(contexts, lens[1:].to(torch.int32)))
+    out, replay = _record(backend, q, view, batch, case.layer)
+    batch.context_lens.copy_(contexts)
+    out = replay()
+    compare(out[:tokens], reference_attention(case), label)
+    assert (out[tokens:] == 0).all(), f"{label}: padding tokens are not zero"
 
 
 def _record(backend: AttentionBackend, q: Tensor, view: View, batch: Batch, layer: LayerSpec) -> tuple[Tensor, Any]:

@@ -1,0 +1,121 @@
+"""Which steps of an assembled engine are captured in CUDA graphs, and why others are not."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from infermix.engine.graphs import StepGraphs
+from infermix.engine.mixed_graphs import MixedGraphs, worthwhile_tokens
+from infermix.roles.component import Role
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from infermix.engine.assembly import Assembly
+    from infermix.engine.bridge import Joint
+    from infermix.engine.runner import ModelRunner
+    from infermix.roles.kv_space import KVShape, KVSpace
+    from infermix.toolkit.selection import TokenSelector
+
+#: Fewer tokens than this are not worth a graph of their own.
+_MIN_MIXED_TOKENS = 16
+
+
+def capture(
+    build: Assembly,
+    runner: ModelRunner,
+    joint: Joint,
+    shape: KVShape,
+    space: KVSpace,
+    next_ids: Tensor,
+    selector: TokenSelector,
+    query_lens: tuple[int, ...],
+) -> dict[str, Any]:
+    """Give `runner` its graphs; returns what was captured, or the reasons, for the record."""
+    refusal = why_not_captured(build, space.recompute)
+    if refusal:
+        return {"captured": 0, "reason": refusal}
+    graphs = StepGraphs(joint, shape, next_ids, build.max_num_seqs, query_lens, selector)
+    refusal = _captured_all(build, "capture", graphs)
+    if refusal:
+        return {"captured": 0, "reason": refusal}
+    runner.graphs = graphs
+    return {
+        "captured": len(graphs.keys),
+        "batches": sorted({key.batch for key in graphs.keys}),
+        "query_lens": sorted({key.query_len for key in graphs.keys}),
+        "contexts": sorted({key.context for key in graphs.keys}),
+        "mixed": _capture_mixed(build, runner, joint, shape, space, next_ids, selector, graphs.pool),
+    }
+
+
+def _capture_mixed(
+    build: Assembly,
+    runner: ModelRunner,
+    joint: Joint,
+    shape: KVShape,
+    space: KVSpace,
+    next_ids: Tensor,
+    selector: TokenSelector,
+    pool: Any,
+) -> dict[str, Any]:
+    most = build.options.mixed_graph_tokens
+    max_tokens = worthwhile_tokens(build.context.facts.num_parameters) if most is None else most
+    refusal = _why_no_mixed(build, space, max_tokens)
+    if refusal:
+        return {"captured": 0, "reason": refusal}
+    mixed = MixedGraphs(joint, shape, next_ids, build.max_num_seqs, max_tokens, selector, pool)
+    refusal = _captured_all(build, "capture_mixed", mixed)
+    if refusal:
+        return {"captured": 0, "reason": refusal}
+    runner.mixed = mixed
+    return {"captured": len(mixed.keys), "tokens": mixed.keys, "max_context": mixed.max_context}
+
+
+def _captured_all(build: Assembly, phase: str, graphs: StepGraphs | MixedGraphs) -> str | None:
+    """Capture every step; returns why the model cannot be captured (experts picked by loops on the host, say)."""
+    try:
+        with torch.inference_mode():
+            for done in graphs.capture_all():
+                build.context.progress(phase, done)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        torch.cuda.synchronize()
+        return f"the model cannot be captured: {str(error).splitlines()[0]}"
+    return None
+
+
+def why_not_captured(build: Assembly, recompute: bool) -> str | None:
+    if build.device.type != "cuda":
+        return f"steps run eagerly on {build.device.type}"
+    if build.options.graphs == "off":
+        return "switched off by the experiment"
+    if recompute:
+        return "the KV layout recomputes everything: no two steps have the same shape"
+    for choice in (*build.context.parts.values(), *build.context.transforms):
+        if "graph:no" in _provided(build, choice):
+            return f"{choice.component.role.value} {choice.component.name!r} cannot be captured (graph:no)"
+    return None
+
+
+def _why_no_mixed(build: Assembly, space: KVSpace, max_tokens: int) -> str | None:
+    """Why prefill and mixed steps run eagerly although decode steps are captured."""
+    if build.options.mixed_graph_tokens == 0:
+        return "switched off by the experiment"
+    if max_tokens < _MIN_MIXED_TOKENS:
+        return f"the device takes longer for {_MIN_MIXED_TOKENS} tokens than the host for launching a step"
+    if space.fixed_rows:
+        return "the KV layout gives each sequence a fixed row of a captured batch"
+    for role in (Role.ATTENTION, Role.KV):
+        choice = build.context.parts[role]
+        if "graph:mixed" not in _provided(build, choice):
+            return f"{role.value} {choice.component.name!r} needs query lengths on the host (no graph:mixed)"
+    return None
+
+
+def _provided(build: Assembly, choice: Any) -> frozenset[str]:
+    provided: frozenset[str] = choice.component.provides(choice.options, build.context.facts, build.context.machine)
+    return provided
