@@ -49,9 +49,8 @@ class Forward:
     """`logits [R, V]` on the device. Row i belongs to `sequences[i]`, whose lane is `lanes[i]` (int64, device).
 
     With `all_logits` or `draft_logits` a sequence has several rows, one per token in order; `positions[i]` is then
-    the position of the token that row i predicts (otherwise it is the sequence's next one). `most_likely [R]` int64 is
-    the token of each row's largest logit where the step has found it already (captured steps that want one row per
-    sequence).
+    the position of the token that row i predicts (otherwise it is the sequence's next one). `most_likely [R]` int64
+    is the token of each row's largest logit where the step found it already (captured steps of last rows alone).
     """
 
     logits: Tensor
