@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from infermix.errors import Unsupported
-from infermix.roles.attention import LayerSpec
+from infermix.roles.attention import LayerSpec, TuneContext
 from infermix.roles.batch import Batch
 from infermix.roles.kv_store import DenseView, PagedView, View
 from infermix_kernels.attention import Workspace, paged_attention
@@ -42,6 +44,14 @@ class TritonAttention:
     def __init__(self, launches: Path, *, check_block_tables: bool = False) -> None:
         self._folder, self._check = launches, check_block_tables
         self._workspaces: dict[torch.device, tuple[Workspace, LaunchTable]] = {}
+
+    def tune(self, context: TuneContext) -> Mapping[str, Any]:
+        """Measure launch parameters that this machine's file lacks; every later call finds them."""
+        from infermix_triton.measured import tune_attention
+
+        facts = tune_attention(context)
+        self._workspaces.clear()  # tables are read when they are opened
+        return facts
 
     def forward(self, q: Tensor, view: View, batch: Batch, layer: LayerSpec) -> Tensor:
         if not isinstance(view, DenseView | PagedView):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -13,12 +13,14 @@ from infermix_kernels.gemv import skinny_linear
 from infermix_kernels.gemv_gated import gated_row
 from infermix_kernels.launch import overlaps_launches
 from infermix_kernels.matmul_launch import MatmulWorkspace
+from infermix_kernels.matmul_table import LinearShape, MatmulTable
 from torch import Tensor, nn
 
 from infermix_triton.fuse_find import random_rows, relative_error
 from infermix_triton.fused_layer import FusedLayer, FusedMLP
 from infermix_triton.fused_operators import Activation, PlainOperators
 from infermix_triton.linear_measure import faster_rows, gating_pays
+from infermix_triton.measured import matmul_table, tune_linears
 
 #: Relative errors that one rounding of the result and another order of summation explain.
 _TOLERANCES = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -33,11 +35,15 @@ class SkinnyLinear(nn.Module):
 
     gates = False
 
-    def __init__(self, linear: nn.Linear, rows: Sequence[bool], workspace: MatmulWorkspace, overlap: bool) -> None:
+    def __init__(
+        self, linear: nn.Linear, rows: Sequence[bool], workspace: MatmulWorkspace, overlap: bool,
+        launches: MatmulTable | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight, self.bias = linear.weight, linear.bias
         self.rows, self._workspace, self._overlap = tuple(rows), workspace, overlap
+        self._launches = launches
 
     def forward(self, x: Tensor) -> Tensor:
         num_rows = x.numel() // self.in_features
@@ -54,7 +60,9 @@ class SkinnyLinear(nn.Module):
 
     def skinny(self, x: Tensor) -> Tensor:
         """`[M, K]` -> `[M, N]`, at most 16 rows."""
-        return skinny_linear(x, self.weight, self.bias, workspace=self._workspace, pdl=self._overlap)
+        return skinny_linear(
+            x, self.weight, self.bias, workspace=self._workspace, launches=self._launches, pdl=self._overlap
+        )
 
 
 class SkinnyLinearTransform:
@@ -74,9 +82,11 @@ class SkinnyLinearTransform:
             raise Unsupported(f"skinny_linear: {type(model).__name__} has no plain linear left")
         device = next(iter(groups.values()))[0][1].weight.device
         workspace, overlap = MatmulWorkspace.allocate(device), overlaps_launches(device)
-        replaced, errors, kept, notes, gated = 0, [0.0], {}, [], list[float]()
+        replaced, errors, kept, gated = 0, [0.0], {}, list[float]()
+        notes = self._tune(groups, device, context)
+        launches = matmul_table(device)
         for done, (shape, linears) in enumerate(groups.items()):
-            skinny = [SkinnyLinear(linear, self._all_rows(), workspace, overlap) for _, linear in linears]
+            skinny = [SkinnyLinear(linear, self._all_rows(), workspace, overlap, launches) for _, linear in linears]
             errors += [_verified(skinny[0], num_rows) for num_rows in (1, self._max_rows)]
             rows = self._chosen(skinny)
             text = f"{shape[0]} x {shape[1]}"
@@ -103,6 +113,16 @@ class SkinnyLinearTransform:
             },
             notes=tuple(notes),
         )
+
+    def _tune(
+        self, shapes: Iterable[tuple[int, int, bool]], device: torch.device, context: TransformContext
+    ) -> list[str]:
+        """Measure launch parameters that this machine's file lacks, where the engine asks for it."""
+        if not context.tune or device.type != "cuda":
+            return []
+        size = getattr(torch, context.dtype).itemsize
+        linears = [LinearShape("skinny", out, width, element_bytes=size) for out, width, _ in shapes]
+        return list(tune_linears(linears, device, context.progress, self._max_rows))
 
     def _gate(self, model: nn.Module, skinny: Sequence[SkinnyLinear]) -> list[float]:
         """Let products of gated MLPs gate one row at once, where that pays; an error for each that does."""

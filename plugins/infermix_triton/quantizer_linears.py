@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from infermix_kernels.fp8 import fp8_linear
 from infermix_kernels.matmul_launch import MatmulWorkspace
+from infermix_kernels.matmul_table import MatmulTable
 from infermix_kernels.pack import PackedW4
 from infermix_kernels.reference import matmul as reference
 from infermix_kernels.w4a16 import w4a16_linear
@@ -16,10 +17,12 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Launching:
-    """Shared by all linears of a model: scratch memory, and whether kernels may start while others drain."""
+    """Shared by all linears of a model: scratch memory, whether kernels may start while others drain, and launch
+    parameters that were measured on this machine."""
 
     workspace: MatmulWorkspace
     overlap: bool
+    launches: MatmulTable | None = None
 
 
 class TritonLinear(nn.Module):
@@ -58,7 +61,10 @@ class W4A16Linear(TritonLinear):
 
     def product(self, x: Tensor) -> Tensor:
         launching = self._launching
-        return w4a16_linear(x, self._packed, self.bias, workspace=launching.workspace, pdl=launching.overlap)
+        return w4a16_linear(
+            x, self._packed, self.bias, workspace=launching.workspace, launches=launching.launches,
+            pdl=launching.overlap,
+        )  # fmt: skip
 
     def plain(self, x: Tensor) -> Tensor:
         return reference.w4a16_linear(x, self._packed, self.bias)
@@ -80,8 +86,9 @@ class W8A8Linear(TritonLinear):
     def product(self, x: Tensor) -> Tensor:
         launching = self._launching
         return self._linear(
-            x, self.weight, self.weight_scale, self.bias, workspace=launching.workspace, pdl=launching.overlap
-        )
+            x, self.weight, self.weight_scale, self.bias, workspace=launching.workspace, launches=launching.launches,
+            pdl=launching.overlap,
+        )  # fmt: skip
 
     def plain(self, x: Tensor) -> Tensor:
         return reference.quantized_linear(x, self.weight, self.weight_scale, self.bias)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from infermix.errors import UserError, WrongResult
@@ -11,11 +11,13 @@ from infermix.roles.quantizer import QuantizationReport, QuantizerContext
 from infermix.toolkit.linears import FoundLinear, check_group_size, convert_linears, find_linears
 from infermix_kernels.launch import overlaps_launches
 from infermix_kernels.matmul_launch import MatmulWorkspace
+from infermix_kernels.matmul_table import LinearShape
 from infermix_kernels.pack import pack_w4
 from infermix_kernels.reference import ops as reference
 from torch import Tensor
 
 from infermix_triton.fuse_find import random_rows, relative_error
+from infermix_triton.measured import matmul_table, tune_linears
 from infermix_triton.quantizer_linears import Launching, TritonLinear, W4A16Linear, W8A8Linear
 
 #: Kernel against plain product of the same quantized weight: one rounding of the result.
@@ -43,7 +45,9 @@ class TritonQuantizer:
             raise UserError("the model has no linear to quantize", key="parts.quantizer.skip")
         self.check(found)
         device = found[0].weight.device
-        launching = Launching(MatmulWorkspace.allocate(device), overlaps_launches(device))
+        if context.tune and device.type == "cuda":
+            tune_linears([self.shape(linear) for linear in found], device, context.progress)
+        launching = Launching(MatmulWorkspace.allocate(device), overlaps_launches(device), matmul_table(device))
         num_weights = sum(linear.weight.numel() for linear in found)
         checked: set[tuple[int, int]] = set()
 
@@ -67,6 +71,10 @@ class TritonQuantizer:
     def check(self, found: Sequence[FoundLinear]) -> None:
         """Raises `UserError` before anything is converted."""
 
+    def shape(self, linear: FoundLinear) -> LinearShape:
+        """What launch parameters of the quantized linear depend on."""
+        raise NotImplementedError
+
     def quantize(self, linear: FoundLinear, launching: Launching) -> TritonLinear:
         raise NotImplementedError
 
@@ -83,6 +91,12 @@ class W4A16Quantizer(TritonQuantizer):
     def check(self, found: Sequence[FoundLinear]) -> None:
         check_group_size(found, self._group_size)
 
+    def shape(self, linear: FoundLinear) -> LinearShape:
+        return LinearShape(
+            "w4a16", linear.out_features, linear.in_features, self._group_size, not self._symmetric,
+            linear.weight.element_size(),
+        )  # fmt: skip
+
     def quantize(self, linear: FoundLinear, launching: Launching) -> TritonLinear:
         q, scales, zeros = round_to_groups(linear.weight, self._group_size, self._symmetric)
         return W4A16Linear(pack_w4(q, scales, zeros), linear.bias, launching)
@@ -96,6 +110,12 @@ class W8A8Quantizer(TritonQuantizer):
         self._dtype = dtype
         name = "int8" if dtype == torch.int8 else "fp8 e4m3"
         self.method, self.kernel = f"rtn w8a8 {name} per channel and token", f"triton w8a8 {name}"
+
+    def shape(self, linear: FoundLinear) -> LinearShape:
+        family: Literal["int8", "fp8"] = "int8" if self._dtype == torch.int8 else "fp8"
+        return LinearShape(
+            family, linear.out_features, linear.in_features, element_bytes=linear.weight.element_size()
+        )
 
     def quantize(self, linear: FoundLinear, launching: Launching) -> TritonLinear:
         numbers, scale = reference.quantize_rows(linear.weight.detach().float(), self._dtype)

@@ -13,6 +13,7 @@ from infermix.commands import cost, doctor
 from infermix.cost.machine import machine_facts, store_ceilings
 from infermix.errors import UserError
 from infermix.measure import ceilings as measured
+from infermix.paths import cache_dir
 from infermix.roles.facts import Ceilings
 
 
@@ -106,6 +107,19 @@ def test_doctor_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     ready = {(entry["role"], entry["name"]): entry["ready"] for entry in data["components"]}
     assert ready["kv", "paged"] is True
     assert data["plugin_errors"] == {}
+
+
+def test_doctor_shows_measured_launch_parameters(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Any
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert run(doctor, "--device", "cpu") == 0
+    assert "measured launch parameters: none" in capsys.readouterr().out
+    folder = cache_dir("kernels")
+    (folder / "attention-GPU.json").write_text('{"source": "abc", "entries": {"a": {}, "b": {}}}')
+    (folder / "matmul-GPU.json").write_text("{")
+    assert run(doctor, "--json", "--device", "cpu") == 0
+    assert json.loads(capsys.readouterr().out)["launch_tables"] == {"attention-GPU": 2, "matmul-GPU": 0}
 
 
 def test_doctor_for_people(capsys: pytest.CaptureFixture[str]) -> None:
