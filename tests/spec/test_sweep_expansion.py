@@ -74,6 +74,12 @@ def test_include_alone_is_a_sweep(load) -> None:  # type: ignore[no-untyped-def]
     assert names(load("sweep: {include: [{seed: 1}, {quality: []}]}\n")) == ["seed=1", "quality=none"]
 
 
+def test_evaluators_that_go_with_another_axis_are_not_named(load) -> None:  # type: ignore[no-untyped-def]
+    quality = "quality: [[], [{use: a, n: 1}]]"
+    assert names(load(f"sweep: {{zip: {{seed: [1, 2], {quality}}}}}\n")) == ["seed=1", "seed=2"]
+    assert names(load(f"sweep: {{{quality}}}\n")) == ["quality=none", "quality=a[n=1]"]
+
+
 def test_exclude_drops_partial_matches(load) -> None:  # type: ignore[no-untyped-def]
     text = "sweep:\n  parts.attention: [a, b]\n  parts.kv: [c, d, {use: d, n: 1}]\n"
     assert len(load(text + "  exclude: [{parts.attention: a}]\n")) == 3

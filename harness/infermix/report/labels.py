@@ -109,14 +109,15 @@ def _adapters(part: PartRecord) -> list[str]:
 
 
 def _settings(overrides: Mapping[str, Any]) -> str:
-    """Swept values beside parts, engine and dtype, which have columns of their own.
+    """Swept values beside parts, engine, dtype and metrics of quality, which have columns of their own.
 
     The model as a whole has a table of its own.
     """
     shown = {
         path: value
         for path, value in overrides.items()
-        if path.partition(".")[0] not in ("parts", TRANSFORMS, "engine", "dtype", "name") and path != "model"
+        if path.partition(".")[0] not in ("parts", TRANSFORMS, "engine", "dtype", "name", "quality")
+        and path != "model"
     }
     return ", ".join(f"{path}={_short(value)}" for path, value in sorted(shown.items())) or ABSENT
 

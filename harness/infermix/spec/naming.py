@@ -21,14 +21,24 @@ def collapse(value: Any) -> Any:
 
 
 def cell_names(points: Sequence[Mapping[str, Any]], digests: Sequence[str], default: str) -> list[str]:
-    """One name per point (swept path -> plain value), such as `attention=sdpa,kv=paged[block_size=16]`."""
-    labels = _labels({path for point in points for path in point})
-    names = [
-        ",".join(f"{labels[path]}={_text(value)}" for path, value in point.items()) or default for point in points
-    ]
+    """One name per point (swept path -> plain value), such as `attention=sdpa,kv=paged[block_size=16]`.
+
+    Whole lists (evaluators that go with a context length, say) are left out where the rest tells the points apart.
+    """
+    short = [{path: value for path, value in point.items() if not isinstance(value, list)} for point in points]
+    names = _names(short, default)
+    if len(set(names)) < len(names) or not all(short):
+        names = _names(points, default)
     counts = Counter(names)
     return [
         name if counts[name] == 1 else f"{name}~{digest[:6]}" for name, digest in zip(names, digests, strict=True)
+    ]
+
+
+def _names(points: Sequence[Mapping[str, Any]], default: str) -> list[str]:
+    labels = _labels({path for point in points for path in point})
+    return [
+        ",".join(f"{labels[path]}={_text(value)}" for path, value in point.items()) or default for point in points
     ]
 
 
