@@ -6,15 +6,18 @@ import argparse
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 from infermix.commands import kv
+from infermix.compose import compose
 from infermix.cost.kv_capacity import sequences_that_fit
 from infermix.errors import UserError
 from infermix.plugins import load_catalogue
 from infermix.roles.component import Role
 from infermix.roles.kv_space import KVBudget, KVGroup
+from infermix.spec.load import load_experiment
 from infermix_reference.kv_dense import DenseLayout
 from infermix_reference.kv_none import RecomputeLayout
 from infermix_reference.kv_paged import PagedLayout
@@ -127,3 +130,15 @@ def test_nothing_heavy_is_imported() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_plan_says_how_many_sequences_of_the_cell_fit(tmp_path: Path) -> None:
+    file = tmp_path / "x.yaml"
+    file.write_text(
+        "model: {source: 'shape:smollm2-135m', weights: dummy}\ndevice: cpu\ndtype: bfloat16\n"
+        "workload: {use: synthetic, input_tokens: 100, output_tokens: 28}\nlimits: {kv_memory_bytes: 100000000}\n"
+        "parts: {kv: paged}\n"
+    )
+    (plan,) = compose(load_experiment(str(file)), load_catalogue())
+    block_bytes = 16 * 23_040
+    assert plan.sequences_that_fit == (100_000_000 // block_bytes - 1) // 8

@@ -68,6 +68,15 @@ def test_swapping_does_not_change_the_tokens(
     assert counters["computed_tokens"] == 2 * prompts, "swapped tokens were computed again"
 
 
+def test_drafts_survive_swapping(build_engine: Build, roomy: dict[str, list[int]]) -> None:
+    """A verification row's rejected tokens are cut before its sequence leaves, and it goes on where it was."""
+    parts = {"kv": ("paged", {"block_size": 4}), "scheduler": SWAP, "decoder": "prompt_lookup"}
+    memory = {"kv_memory_bytes": BYTES_PER_TOKEN * 120, "kv_swap_bytes": 10_000_000, "max_model_len": 80}
+    engine = build_engine(parts, **memory)
+    assert generate(engine, requests()) == roomy
+    assert engine.report().counters["swaps_out"] > 0
+
+
 def test_sampled_tokens_survive_swapping(build_engine: Build) -> None:
     wanted = requests(temperature=1.0, top_p=0.95, repetition_penalty=1.2)
     engine = _pressed(build_engine, ("paged", {"block_size": 4}), 140)
