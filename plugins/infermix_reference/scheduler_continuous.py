@@ -10,6 +10,7 @@ from infermix.roles.kv_space import KVSpace, SwapSpace
 from infermix.roles.request import Sequence
 from infermix.roles.scheduler import Plan, Scheduled
 from infermix.toolkit.admission import refuse_oversized
+from infermix.toolkit.swapped import SwappedQueue
 
 
 class ContinuousScheduler:
@@ -35,16 +36,16 @@ class ContinuousScheduler:
         self._chunked = chunked
         self._swap = swap
         self._waiting: OrderedDict[int, Sequence] = OrderedDict()
-        self._swapped: OrderedDict[int, Sequence] = OrderedDict()
+        self._swapped = SwappedQueue()
         self._running: dict[int, Sequence] = {}
 
     def add(self, sequence: Sequence) -> None:
         self._waiting[sequence.seq_id] = sequence
 
     def finish(self, sequence: Sequence) -> None:
-        for queue in (self._running, self._waiting, self._swapped):
-            if queue.pop(sequence.seq_id, None) is not None:
-                return
+        if self._running.pop(sequence.seq_id, None) is None:
+            self._waiting.pop(sequence.seq_id, None)
+            self._swapped.discard(sequence)
 
     def schedule(self, space: KVSpace, now_s: float) -> Plan:
         """Raises `UserError` for a request that even an empty space does not hold."""
@@ -100,7 +101,7 @@ class ContinuousScheduler:
     def _preempt(self, victim: Sequence, plan: Plan, space: KVSpace) -> None:
         del self._running[victim.seq_id]
         plan.entries = [entry for entry in plan.entries if entry.sequence is not victim]
-        if self._swap and self._swap_out(victim, plan, cast(SwapSpace, space)):
+        if self._swap and self._swapped.swap_out(victim, plan, cast(SwapSpace, space)):
             return
         space.release(victim.seq_id)
         victim.num_computed = 0
@@ -108,31 +109,18 @@ class ContinuousScheduler:
         self._waiting.move_to_end(victim.seq_id, last=False)
         plan.preempted.append(victim)
 
-    def _swap_out(self, victim: Sequence, plan: Plan, space: SwapSpace) -> bool:
-        """Whether the host had room."""
-        moves = space.swap_out(victim.seq_id, victim.num_computed)
-        if moves is None:
-            return False
-        self._swapped[victim.seq_id] = victim
-        self._swapped.move_to_end(victim.seq_id, last=False)
-        plan.swapped_out.append(victim)
-        plan.moves.append(moves)
-        return True
-
     def _resume(self, plan: Plan, space: KVSpace) -> int:
-        """Bring swapped sequences back, with room for their next token; returns how many tokens they run now."""
-        while self._swapped and len(self._running) < self._max_num_seqs:
-            seq = next(iter(self._swapped.values()))
-            moves = cast(SwapSpace, space).swap_in(seq.seq_id, seq.num_tokens)
-            if moves is None:
+        """Bring swapped sequences back while they fit; returns how many tokens they run now."""
+        planned = 0
+        while len(self._running) < self._max_num_seqs:
+            seq = self._swapped.swap_in(plan, cast(SwapSpace, space))
+            if seq is None:
                 break
-            self._running[seq.seq_id] = self._swapped.pop(seq.seq_id)
-            plan.swapped_in.append(seq)
-            plan.moves.append(moves)
+            self._running[seq.seq_id] = seq
             if not plan.entries:  # nothing runs beside the copy: wait for it rather than for the next step
-                new = self._affordable(seq, self._max_num_batched_tokens, space.recompute, alone=True)
-                plan.entries.append(Scheduled(seq, new))
-        return sum(entry.num_new_tokens for entry in plan.entries if entry.sequence in plan.swapped_in)
+                planned = self._affordable(seq, self._max_num_batched_tokens, space.recompute, alone=True)
+                plan.entries.append(Scheduled(seq, planned))
+        return planned
 
     def _admit(self, plan: Plan, space: KVSpace, budget: int) -> None:
         first = True

@@ -299,10 +299,9 @@ class _Forgetful(ContinuousScheduler):
 class _Impatient(ContinuousScheduler):
     """Computes a swapped sequence from its start as well."""
 
-    def _swap_out(self, victim: Any, plan: Any, space: Any) -> bool:
-        moved = super()._swap_out(victim, plan, space)
-        victim.num_computed = 0 if moved else victim.num_computed
-        return moved
+    def _preempt(self, victim: Any, plan: Any, space: Any) -> None:
+        super()._preempt(victim, plan, space)
+        victim.num_computed = 0
 
 
 @pytest.mark.parametrize("broken", [_Forgetful, _Impatient])
