@@ -129,5 +129,8 @@ def test_facts_are_filled(engine: Any, model: tuple[Path, Any]) -> None:
     assert report.weight_bytes == sum(parameter.nbytes for parameter in model[1].parameters())
     assert report.kv_bytes is not None
     assert 0.9 * 2**28 <= report.kv_bytes <= 2**28
-    assert report.kv_bytes_per_token == pytest.approx(2 * 2 * 2 * 64 * 2, rel=0.1)
+    # What vLLM holds beside the blocks that sequences can have counts too: 1,143 bytes on one H200.
+    shape = 2 * 2 * 2 * 64 * 2
+    assert report.kv_bytes_per_token is not None
+    assert shape <= report.kv_bytes_per_token <= 1.2 * shape
     json.dumps(executed)
