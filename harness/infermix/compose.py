@@ -26,6 +26,7 @@ from infermix.plugins import Catalogue
 from infermix.roles.component import PART_ROLES, Choice, Features, Role
 from infermix.roles.evaluator import EvaluatorOptions
 from infermix.roles.facts import MachineFacts, ModelFacts, ResolvedSource
+from infermix.roles.quantizer import QuantizerOptions
 from infermix.roles.workload import WorkloadOptions
 from infermix.spec.experiment import DEFAULT_PARTS, Cell, Limits, Measure, ModelSource, Use
 from infermix.spec.load import Sweep
@@ -152,6 +153,8 @@ class _Chooser:
         for index, evaluator in enumerate(evaluators):
             self._check_files(evaluator, ("quality", index), experiment.base, report)
         given = {role: choice for role, choice in explicit.items() if choice is not None}
+        for role, choice in given.items():
+            self._check_files(choice, ("parts", role.value), experiment.base, report)
         parts = self._hosted(engine, given, report)
         return _Chosen(engine, workload, given, parts, evaluators, transforms) if parts is not None else None
 
@@ -192,7 +195,7 @@ class _Chooser:
 
     def _check_files(self, choice: Choice, at: KeyPath, base: str, report: Report) -> None:
         """Files that options name are read once per distinct choice, before anything starts."""
-        if not isinstance(choice.options, WorkloadOptions | EvaluatorOptions):
+        if not isinstance(choice.options, WorkloadOptions | EvaluatorOptions | QuantizerOptions):
             return
         key = (id(choice), base)
         if key not in self._checked:
@@ -211,7 +214,7 @@ class _Chooser:
         return f"{hint or ''}; plugins that failed to load: {broken}".strip("; ") if broken else hint
 
 
-def _fault_of(options: WorkloadOptions | EvaluatorOptions, base: Path) -> UserError | None:
+def _fault_of(options: WorkloadOptions | EvaluatorOptions | QuantizerOptions, base: Path) -> UserError | None:
     try:
         options.check(base)
     except UserError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +32,7 @@ from infermix.roles.engine import EngineContext, EngineReport
 from infermix.roles.kv_space import KVBudget, KVShape
 from infermix.roles.quantizer import QuantizationReport, QuantizerContext
 from infermix.roles.transform import TransformContext
+from infermix.toolkit.calibration import CalibratedOptions, CalibrationData, draw_calibration
 from infermix.toolkit.sampling import TokenSampler, TorchSelector
 
 if TYPE_CHECKING:
@@ -90,7 +92,7 @@ def assemble(options: NativeOptions, context: EngineContext) -> NativeEngine:
     build = Assembly(options, context)
     with build.phase("load"):
         loaded, tokenizer = _load(build)
-    joint = _change_model(build, loaded)
+    joint = _change_model(build, loaded, tokenizer)
     attention, layout = build.part(Role.ATTENTION), build.part(Role.KV)
     with build.phase("decoder"):
         decoder = build.part(Role.DECODER, _decoder_context(build, loaded, tokenizer))
@@ -181,7 +183,7 @@ def _refuse_long_rows(shape: KVShape, query_lens: tuple[int, ...]) -> None:
         )
 
 
-def _change_model(build: Assembly, loaded: LoadedModel) -> Joint:
+def _change_model(build: Assembly, loaded: LoadedModel, tokenizer: Any) -> Joint:
     """Transforms and quantizer in their order; returns the joint over what they leave.
 
     The reference of the self-check is collected before anything that must not change the logits: before everything
@@ -192,7 +194,7 @@ def _change_model(build: Assembly, loaded: LoadedModel) -> Joint:
         _collect_reference(build, model, "the model as loaded")
     build.transforms.apply("before_quantizer", model, build.phase)
     with build.phase("quantize"):
-        _quantize(build, loaded)
+        _quantize(build, loaded, _calibration(build, tokenizer))
     if not lossless:
         _collect_reference(build, model, "the quantized model")
     build.report.weight_bytes = 0
@@ -231,10 +233,30 @@ def _load(build: Assembly) -> tuple[LoadedModel, Any]:
     return loaded, load_tokenizer(context.source)
 
 
-def _quantize(build: Assembly, loaded: LoadedModel) -> None:
-    quantizer = build.part(Role.QUANTIZER)
+def _calibration(build: Assembly, tokenizer: Any) -> CalibrationData | None:
+    """What the quantizer's options ask for; `None` for one that looks at no activations."""
+    options, context = build.context.parts[Role.QUANTIZER].options, build.context
+    if not (isinstance(options, CalibratedOptions) and options.calibrates):
+        return None
+    return draw_calibration(
+        options.calibration,
+        tokenizer,
+        vocab_size=context.facts.vocab_size,
+        max_tokens=context.facts.max_position_embeddings,
+        base=context.base or Path(),
+    )
+
+
+def _quantize(build: Assembly, loaded: LoadedModel, calibration: CalibrationData | None) -> None:
+    quantizer, context = build.part(Role.QUANTIZER), build.context
     quantizer_context = QuantizerContext(
-        str(build.device), build.context.dtype, None, build.context.progress, tune=build.tunes
+        device=str(build.device),
+        dtype=context.dtype,
+        calibration=None if calibration is None else lambda: calibration.samples,
+        progress=context.progress,
+        model_digest=context.facts.digest,
+        directory=loaded.directory,
+        tune=build.tunes,
     )
     report: QuantizationReport = quantizer.apply(loaded.model, quantizer_context)
     build.executed(
@@ -245,6 +267,8 @@ def _quantize(build: Assembly, loaded: LoadedModel) -> None:
         quantized_bytes=report.quantized_bytes,
         kernels=_count_values(report.kernels),
         skipped=len(report.skipped),
+        **report.details,
+        **({} if calibration is None else {"calibration": dict(calibration.facts)}),
     )
 
 

@@ -29,11 +29,15 @@ def _silent(phase: str, fraction: float) -> None:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A causal LM in eval mode; `notes` are findings of the load that a record should show."""
+    """A causal LM in eval mode; `notes` are findings of the load that a record should show.
+
+    `directory` holds its files, `None` for dummy weights.
+    """
 
     model: nn.Module
     eos_token_ids: tuple[int, ...]
     notes: tuple[str, ...] = ()
+    directory: Path | None = None
 
 
 def load_tokenizer(source: ResolvedSource, progress: Progress = _silent) -> HfTokenizer | None:
@@ -124,7 +128,7 @@ def _read(
     if model.device.type != device.type or device.index not in (None, model.device.index):
         model = model.to(device)
     model = model.eval().requires_grad_(False)
-    return LoadedModel(model, _eos_ids(model, source), notes)
+    return LoadedModel(model, _eos_ids(model, source), notes, directory)
 
 
 def _config(source: ResolvedSource, directory: Path) -> Any:

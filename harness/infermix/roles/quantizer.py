@@ -6,25 +6,44 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from infermix.roles.component import Options
+
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch import nn
+
+
+class QuantizerOptions(Options, frozen=True, kw_only=True):
+    """Base of quantizer options that name files: what `plan` may ask before anything runs."""
+
+    def check(self, base: Path) -> None:
+        """Read the files that the options name, relative to `base`, before anything runs.
+
+        Raises `UserError` for one that is missing or holds bad data.
+        """
 
 
 @dataclass(frozen=True)
 class QuantizationReport:
-    """What was really done. `bits_per_weight` counts scales and zero points; `kernels` maps linear name -> kernel."""
+    """What was really done. `bits_per_weight` counts scales and zero points; `kernels` maps linear name -> kernel.
+
+    `details` are further facts for the record: plain data.
+    """
 
     method: str
     bits_per_weight: float
     quantized_bytes: int
     kernels: Mapping[str, str] = field(default_factory=dict)
     skipped: tuple[str, ...] = ()
+    details: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class QuantizerContext:
-    """`calibration()` yields token-id lists when the experiment names calibration data.
+    """`calibration()` yields token-id lists of equal length when the quantizer asks for calibration data.
 
+    `model_digest` identifies the unquantized weights, `directory` holds the model's files (`None` for dummy weights).
     With `tune`, kernels of the new linears are measured for their shapes where this machine's files do not hold them.
     """
 
@@ -33,6 +52,8 @@ class QuantizerContext:
     calibration: Callable[[], Sequence[Sequence[int]]] | None = None
     progress: Callable[[str, float], None] | None = None
     tune: bool = False
+    model_digest: str = ""
+    directory: Path | None = None
 
 
 class Quantizer(Protocol):

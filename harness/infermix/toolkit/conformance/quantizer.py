@@ -9,10 +9,12 @@ from torch import Tensor, nn
 
 from infermix.roles.component import Component
 from infermix.roles.quantizer import Quantizer, QuantizerContext
+from infermix.toolkit.calibration import CalibratedOptions
 from infermix.toolkit.conformance.component import machine_for
 
 #: Wide enough for groups of 256 weights.
 WIDTH = 256
+_VOCAB = 48
 
 
 class _SmallModel(nn.Module):
@@ -20,10 +22,10 @@ class _SmallModel(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(48, WIDTH)
+        self.embed_tokens = nn.Embedding(_VOCAB, WIDTH)
         self.up_proj = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
         self.down_proj = nn.Linear(2 * WIDTH, WIDTH)
-        self.lm_head = nn.Linear(WIDTH, 48, bias=False)
+        self.lm_head = nn.Linear(WIDTH, _VOCAB, bias=False)
         self.lm_head.weight = self.embed_tokens.weight
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -45,17 +47,19 @@ def check_quantizer(
     device = machine_for(component, options).device if device is None else device
     quantizer: Quantizer = component.build(options, None)
     assert isinstance(dict(quantizer.load_arguments()), dict)
-    torch.manual_seed(0)
-    model = _SmallModel().eval().to(device, getattr(torch, dtype))
-    ids = torch.arange(48, device=device)
+    calibrates = isinstance(options, CalibratedOptions) and options.calibrates
+    model = (calibration_model("llama") if calibrates else _small_model()).to(device, getattr(torch, dtype))
     with torch.no_grad():
-        before = model(ids).double()
-        report = quantizer.apply(model, QuantizerContext(device=device, dtype=dtype))
-        after = model(ids).double()
+        before = _logits(model, device)
+    report = quantizer.apply(model, _context(device, dtype, calibrates))
+    with torch.no_grad():
+        after = _logits(model, device)
     modules = dict(model.named_modules())
     unknown = [name for name in report.kernels if name not in modules]
     assert not unknown, f"the report names modules that the model does not have: {unknown}"
-    assert model.lm_head.weight is model.embed_tokens.weight, "the tied head was torn from the embedding"
+    embedding = next(module for module in modules.values() if isinstance(module, nn.Embedding))
+    head: Any = modules["lm_head"]
+    assert head.weight is embedding.weight, "the tied head was torn from the embedding"
     _check_bits(component.weight_bits(options), report.bits_per_weight, component.name)
     error = ((after - before).norm() / before.norm()).item()
     if component.lossless(options):
@@ -64,6 +68,46 @@ def check_quantizer(
         f"{report.bits_per_weight:.2f} bits, yet an error of {error:.3g}"
     )
     return error
+
+
+def _small_model() -> nn.Module:
+    torch.manual_seed(0)
+    return _SmallModel().eval()
+
+
+def _context(device: str, dtype: str, calibrates: bool) -> QuantizerContext:
+    samples = torch.randint(_VOCAB, (4, 32), generator=torch.Generator().manual_seed(1)).tolist()
+    return QuantizerContext(device=device, dtype=dtype, calibration=(lambda: samples) if calibrates else None)
+
+
+def _logits(model: nn.Module, device: str) -> Tensor:
+    """Of a fixed input, fp64, without gradients."""
+    ids = torch.arange(_VOCAB, device=device)
+    if isinstance(model, _SmallModel):
+        return model(ids).double()
+    return model(input_ids=ids[None], use_cache=False).logits[0].double()
+
+
+def calibration_model(family: str) -> Any:
+    """A two-layer random decoder, fp32, tied head, that groups of 256 weights fit; for parts that calibrate."""
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    sizes: dict[str, Any] = {"n_embd": WIDTH, "n_layer": 2, "n_head": 4, "n_positions": 128}
+    if family != "gpt2":
+        sizes = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_hidden_layers": 2,
+                 "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+                 "max_position_embeddings": 128}  # fmt: skip
+    kind: Any = CONFIG_MAPPING[family]
+    with torch.random.fork_rng([]):
+        torch.manual_seed(0)
+        config = kind(
+            vocab_size=96, tie_word_embeddings=True, bos_token_id=1, eos_token_id=2, pad_token_id=0, **sizes
+        )
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.data.add_(torch.randn(parameter.shape) * 0.1)
+    return model.eval().requires_grad_(False)
 
 
 def _check_bits(declared: float | None, measured: float, name: str) -> None:
