@@ -36,6 +36,12 @@ VARIANTS: dict[tuple[Role, str], list[dict[str, Any]]] = {
         for granularity in ("tensor", "channel", "group")
         for symmetric in (True, False)
     ],
+    (Role.QUANTIZER, "gptq"): [
+        {"bits": 8, "group_size": 0},
+        {"bits": 4, "symmetric": False, "act_order": True},
+        {"bits": 3, "act_order": True, "static_groups": True, "sequential": "operator"},
+        {"bits": 2, "group_size": 32, "symmetric": False},
+    ],
     (Role.TRANSFORM, "compile"): [{"backend": "eager"}, {"backend": "aot_eager"}],
     (Role.DECODER, "prompt_lookup"): [{"num_draft_tokens": 1}, {"min_match_tokens": 1}],
     (Role.DECODER, "speculative"): [{"draft": "target"}, {"draft": "target", "adaptive": True}],

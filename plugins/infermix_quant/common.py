@@ -1,0 +1,81 @@
+"""What the quantizers share: which linears, what fits, and what is reported."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from infermix.errors import UserError
+from infermix.roles.quantizer import QuantizationReport, QuantizerContext
+from infermix.toolkit.linears import FoundLinear, check_group_size, find_linears
+from torch import nn
+
+from infermix_quant.linear_grouped import QuantLinear
+
+
+def linears_of(model: nn.Module, skip: Sequence[str]) -> tuple[list[FoundLinear], tuple[str, ...]]:
+    """As `find_linears`. Raises `UserError` when there is none, or weights are not finite."""
+    found, skipped = find_linears(model, skip)
+    if not found:
+        raise UserError("the model has no linear to quantize", key="parts.quantizer.skip")
+    for linear in found:
+        if not bool(torch.isfinite(linear.weight).all()):
+            raise UserError(f"the weights of {linear.name} are not finite", key="model.source")
+    return found, skipped
+
+
+def check_groups(found: Sequence[FoundLinear], group_size: int) -> None:
+    """0 stands for whole rows. Raises `UserError` naming a layer that does not fit, and sizes that would."""
+    if group_size:
+        check_group_size(found, group_size)
+
+
+def group_size_of(linear: FoundLinear, group_size: int) -> int:
+    return group_size or linear.in_features
+
+
+def bits_of(linear: FoundLinear, bits: int, bits_for: Mapping[str, int]) -> int:
+    """Of the first pattern that matches the name, otherwise `bits`."""
+    return next((number for pattern, number in bits_for.items() if fnmatch.fnmatch(linear.name, pattern)), bits)
+
+
+def check_patterns(found: Sequence[FoundLinear], patterns: Sequence[str]) -> None:
+    """Raises `UserError` for a pattern of `bits_for` that matches no linear."""
+    for pattern in patterns:
+        if not any(fnmatch.fnmatch(linear.name, pattern) for linear in found):
+            raise UserError(
+                f"no quantized linear matches {pattern!r}",
+                key="parts.quantizer.bits_for",
+                hint=f"names are such as {found[0].name}",
+            )
+
+
+def samples_of(context: QuantizerContext, name: str) -> Sequence[Sequence[int]]:
+    if context.calibration is None:
+        raise UserError(f"{name} needs calibration data", key="parts.quantizer.calibration")
+    return context.calibration()
+
+
+def report(
+    method: str, made: Mapping[str, QuantLinear], skipped: tuple[str, ...], details: Mapping[str, Any] | None = None
+) -> QuantizationReport:
+    num_bytes = sum(linear.num_bytes for linear in made.values())
+    num_weights = sum(linear.in_features * linear.out_features for linear in made.values())
+    return QuantizationReport(
+        method=method,
+        bits_per_weight=8 * num_bytes / num_weights,
+        quantized_bytes=num_bytes,
+        kernels={name: linear.kernel for name, linear in made.items()},
+        skipped=skipped,
+        details=details or {},
+    )
+
+
+def described(bits: int, bits_for: Mapping[str, int], group_size: int, symmetric: bool | None = None) -> str:
+    """Such as `w4 group 64 symmetric`."""
+    shared = f"group {group_size}" if group_size else "per channel"
+    mixed = "".join(f" {pattern}:w{number}" for pattern, number in bits_for.items())
+    kind = "" if symmetric is None else " symmetric" if symmetric else " asymmetric"
+    return f"w{bits}{mixed} {shared}{kind}"

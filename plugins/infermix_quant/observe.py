@@ -1,0 +1,131 @@
+"""What the linears of a decoder layer are fed with: Gram matrices, magnitudes, and who shares an input."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from infermix.errors import UserError
+from infermix.toolkit.layerwise import CalibrationLayer
+from infermix.toolkit.linears import FoundLinear
+from torch import Tensor, nn
+
+
+@dataclass
+class InputGroup:
+    """Linears that multiply the same tensor x. Statistics are over all rows of all samples, fp32.
+
+    `gram [K, K]` is the sum of x^T x; `mean_abs`, `max_abs` `[K]`; `producer` is the module whose output x is, such
+    as a norm, as a dotted name inside the layer (`None`: x is computed from several).
+    """
+
+    linears: list[FoundLinear]
+    producer: str | None
+    gram: Tensor | None = None
+    sum_abs: Tensor | None = None
+    max_abs: Tensor | None = None
+    num_rows: int = 0
+    consumers: list[str] = field(default_factory=list)
+
+    @property
+    def mean_abs(self) -> Tensor:
+        assert self.sum_abs is not None
+        return self.sum_abs / self.num_rows
+
+    def add(self, x: Tensor, want_gram: bool) -> None:
+        rows = x.detach().reshape(-1, x.shape[-1]).float()
+        magnitude = rows.abs()
+        self.num_rows += rows.shape[0]
+        peak = magnitude.amax(dim=0)
+        self.sum_abs = magnitude.sum(0) if self.sum_abs is None else self.sum_abs.add_(magnitude.sum(0))
+        self.max_abs = peak if self.max_abs is None else torch.maximum(self.max_abs, peak)
+        if want_gram:
+            self.gram = rows.t() @ rows if self.gram is None else self.gram.addmm_(rows.t(), rows)
+
+
+def observe(layer: CalibrationLayer, linears: Sequence[FoundLinear], *, gram: bool) -> list[InputGroup]:
+    """Run all samples through the layer; the groups come in the order in which they are reached.
+
+    Raises `UserError` naming a linear that no sample reaches, or whose inputs are not finite.
+    """
+    groups = _groups_of_first_sample(layer, linears)
+    reached = {linear.name for group in groups for linear in group.linears}
+    missing = [linear.name for linear in linears if linear.name not in reached]
+    if missing:
+        raise UserError(
+            f"no calibration sample reaches {missing[0]}" + (f" and {len(missing) - 1} more" if missing[1:] else ""),
+            key="parts.quantizer",
+            hint=f"add samples, or leave it out: skip: ['{missing[0]}']",
+        )
+    hooks = [_hook(group.linears[0].module, _adder(group, gram)) for group in groups]
+    with _removed(hooks):
+        layer.run()
+    for group in groups:
+        _require_finite(group)
+    return groups
+
+
+def _adder(group: InputGroup, gram: bool) -> Callable[[Tensor], None]:
+    return lambda x: group.add(x, gram)
+
+
+def _hook(module: nn.Module, see: Callable[[Tensor], None]) -> Any:
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        see(args[0] if args else next(iter(kwargs.values())))
+
+    return module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+@contextmanager
+def _removed(hooks: Sequence[Any]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _groups_of_first_sample(layer: CalibrationLayer, linears: Sequence[FoundLinear]) -> list[InputGroup]:
+    """Which linears get one and the same tensor object, and whose output that object is."""
+    groups: dict[int, InputGroup] = {}
+    made: dict[int, str] = {}
+    alive: list[Tensor] = []  # an id means something only as long as its object lives
+    by_module = {linear.module: linear for linear in linears}
+
+    def before(name: str, module: nn.Module) -> Callable[[Tensor], None]:
+        def see(x: Tensor) -> None:
+            alive.append(x)
+            group = groups.setdefault(id(x), InputGroup([], made.get(id(x))))
+            group.consumers.append(name)
+            if module in by_module and by_module[module] not in group.linears:
+                group.linears.append(by_module[module])
+
+        return see
+
+    def after(name: str) -> Callable[..., None]:
+        def see(_: nn.Module, __: Any, output: Any) -> None:
+            if isinstance(output, Tensor):
+                alive.append(output)
+                made[id(output)] = name
+
+        return see
+
+    leaves = [(name, module) for name, module in layer.module.named_modules() if not any(module.children())]
+    hooks = [module.register_forward_hook(after(name)) for name, module in leaves]
+    hooks += [_hook(module, before(name, module)) for name, module in leaves]
+    with _removed(hooks):
+        layer.output(0)
+    return [group for group in groups.values() if group.linears]
+
+
+def _require_finite(group: InputGroup) -> None:
+    assert group.max_abs is not None
+    if not bool(group.max_abs.isfinite().all()):
+        raise UserError(
+            f"the inputs of {group.linears[0].name} are not finite on the calibration samples",
+            key="parts.quantizer.calibration",
+            hint="the weights before it, or the dtype, are at fault",
+        )

@@ -1,0 +1,69 @@
+"""Options of the native quantizers. No torch."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from infermix.roles.quantizer import QuantizerOptions
+from infermix.toolkit.calibration import CalibratedOptions
+from msgspec import Meta
+
+Bits = Literal[2, 3, 4, 8]
+Skip = Annotated[tuple[str, ...], Meta(description="patterns (as in a shell) of module names that stay as they are")]
+GroupSize = Annotated[
+    int,
+    Meta(ge=0, description="weights of a row that share a scale; 0: the whole row", extra={"unit": "weights"}),
+]
+BitsWidth = Annotated[Bits, Meta(description="bits of a stored weight", extra={"unit": "bits"})]
+BitsFor = Annotated[
+    dict[str, Bits],
+    Meta(description="mixed precision: pattern of module names -> bits, the first that matches counts"),
+]
+Symmetric = Annotated[
+    bool, Meta(description="scale only; false adds a zero point per scale and uses the range fully")
+]
+
+UNTOUCHED = ("*lm_head", "*embed_out", "*output_projection")
+
+
+class HqqOptions(QuantizerOptions, frozen=True, kw_only=True):
+    bits: BitsWidth = 4
+    group_size: GroupSize = 64
+    bits_for: BitsFor = {}
+    skip: Skip = UNTOUCHED
+    iterations: Annotated[int, Meta(ge=0, description="alternating steps; it stops when the error grows")] = 20
+    norm: Annotated[float, Meta(gt=0, le=1, description="p of the error norm |W - Wq|_p that is made small")] = 0.7
+    beta: Annotated[float, Meta(gt=0, description="weight of the quadratic term at the start")] = 10.0
+    kappa: Annotated[float, Meta(ge=1, description="factor by which beta grows at every step")] = 1.01
+
+
+class GptqOptions(CalibratedOptions, frozen=True, kw_only=True):
+    bits: BitsWidth = 4
+    group_size: GroupSize = 64
+    symmetric: Symmetric = True
+    bits_for: BitsFor = {}
+    skip: Skip = UNTOUCHED
+    act_order: Annotated[
+        bool, Meta(description="round columns of large activations first; groups follow that order")
+    ] = False
+    static_groups: Annotated[
+        bool, Meta(description="fit all scales beforehand, so that act_order leaves columns where they are")
+    ] = False
+    damping: Annotated[
+        float, Meta(gt=0, description="added to the diagonal of the Hessian, as a share of its mean")
+    ] = 0.01
+    block_size: Annotated[
+        int, Meta(ge=1, description="columns that are updated together", extra={"unit": "columns"})
+    ] = 128
+    sequential: Annotated[
+        Literal["layer", "operator"],
+        Meta(description="what sees quantized inputs: the next decoder layer, or also the next linears of a layer"),
+    ] = "layer"
+
+
+def weight_only_bits(options: GptqOptions | HqqOptions, zero_bits: int) -> float:
+    """Bits per weight with 16-bit scales and zero points of `zero_bits`.
+
+    `bits_for` is not counted, nor are the scales of whole rows: both depend on the model.
+    """
+    return options.bits + ((16 + zero_bits) / options.group_size if options.group_size else 0)
