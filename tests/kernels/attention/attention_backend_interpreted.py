@@ -9,6 +9,7 @@ import torch
 from infermix.errors import Unsupported
 from infermix.roles.attention import LayerSpec
 from infermix.roles.kv_store import DenseView, PagedView, RaggedView
+from infermix.toolkit.conformance import attention as conformance
 from infermix.toolkit.conformance.batches import make_batch
 from infermix_kernels.reference.attention import paged_attention as reference_attention
 from infermix_triton.attention import TritonAttention
@@ -73,3 +74,10 @@ def test_the_debug_switch_reaches_the_tables(tmp_path: Path) -> None:
     backend = TritonAttention(tmp_path, check_block_tables=True)
     with pytest.raises(ValueError, match="block_tables"):
         backend.forward(torch.zeros(1, 4, 64), PagedView(keys, values, tables), batch, LAYER)
+
+
+@pytest.mark.parametrize("lens", [((1, 3, 40, 2), (20, 3, 60, 2)), ((1, 1, 2), (7, 30, 2))], ids=["long", "short"])
+def test_a_captured_mixed_step(tmp_path: Path, lens: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+    """Lengths that only the device knows: the kernel for long queries, and the one that splits contexts."""
+    case = conformance._draw(LAYER, *lens, torch.Generator().manual_seed(2), "cpu", torch.float32)
+    conformance._check_mixed(_backend(tmp_path), case, BLOCK)
