@@ -100,7 +100,7 @@ FAST: dict[str, Callable[[], object]] = {
     "norm, one row, early start": lambda: add_norm(1, pdl=True),
     "silu": lambda: activation.silu_and_mul(tensor(64, 28672)),
     "write_kv, one row, early start": lambda: write(1, pdl=True),
-    "write_kv, normed heads": lambda: write(1, pdl=True, normed=True),
+    "write_kv, normed heads, early start": lambda: write(1, pdl=True, normed=True),
     "write_kv, fp8": lambda: write(64, FP8),
     "sample": lambda: sample(8, 49152),
     "gemv, early start": lambda: skinny(1, pdl=True),
