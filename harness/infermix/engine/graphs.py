@@ -8,7 +8,9 @@ block.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -156,15 +158,30 @@ class CapturedStep:
     most_likely: Tensor | None
 
 
+@contextmanager
+def _waits_forbidden() -> Iterator[None]:
+    """Whatever makes the host wait for the device raises: no graph could hold it."""
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says at every change that the mode is a prototype
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+
+
 def captured(work: Callable[[], T], pool: Any) -> tuple[torch.cuda.CUDAGraph, T]:
     """`work` as a graph in the memory `pool`, and what it returned: persistent tensors, rewritten by each replay.
 
-    It runs twice before, on a stream of its own, so that nothing is compiled, tuned or allocated in the capture.
+    It runs twice before, on a stream of its own, so that nothing is compiled, tuned or allocated in the capture. The
+    second run must not wait for the device: raises `RuntimeError` before anything is captured when it does.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for _ in range(2):
+        work()
+        with _waits_forbidden():
             work()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
