@@ -214,6 +214,25 @@ def test_rows_hold_every_tensor_of_a_block(dtypes: tuple[torch.dtype, ...]) -> N
         assert torch.equal(new[1:5], old[1:5])
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 3), (3, 1, 0), (2,)])
+def test_tensors_of_one_allocation_move_together(order: tuple[int, ...]) -> None:
+    """Evenly spaced or not, in any order, the rows are those of the tensors as they are given."""
+    slab, other = torch.arange(4 * 5 * 6.0).view(4, 5, 2, 3), -torch.arange(5 * 2.0).view(5, 2)
+    tensors = [*(slab[index] for index in order), other]
+    rows = BlockRows(tensors)
+    blocks = torch.tensor([4, 0, 2])
+    out = torch.empty((3, rows.width), dtype=rows.unit)
+    rows.gather(blocks, out)
+    expected = torch.cat([tensor[blocks].flatten(1).view(rows.unit) for tensor in tensors], dim=1)
+    assert torch.equal(out, expected)
+    before = slab.clone()
+    rows.scatter(torch.tensor([1, 3, 4]), out)
+    for index in range(4):
+        moved = before[index].clone()
+        moved[[1, 3, 4]] = before[index][blocks]
+        assert torch.equal(slab[index], moved if index in order else before[index])
+
+
 def test_a_tensor_with_gaps_is_refused() -> None:
     with pytest.raises(Unsupported, match="has gaps"):
         BlockRows([torch.zeros(4, 8)[:, :4]])

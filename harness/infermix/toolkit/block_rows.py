@@ -17,7 +17,8 @@ _UNITS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 class BlockRows:
     """Row i holds block i of every tensor, one after the other. `width` counts elements of `unit`.
 
-    Raises `Unsupported` for a tensor that is not contiguous: its blocks cannot be addressed as bytes.
+    Tensors that lie evenly spaced in one allocation move together. Raises `Unsupported` for a tensor that is not
+    contiguous: its blocks cannot be addressed as bytes.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -28,10 +29,9 @@ class BlockRows:
         sizes = [tensor[0].numel() * tensor.element_size() for tensor in self.tensors]
         offsets = [tensor.storage_offset() * tensor.element_size() for tensor in self.tensors]
         self.unit = next(unit for unit in _UNITS if not any(n % unit.itemsize for n in (*sizes, *offsets)))
-        self._flat = [tensor.view(tensor.shape[0], -1).view(self.unit) for tensor in self.tensors]
-        edges = [0]
-        for flat in self._flat:
-            edges.append(edges[-1] + flat.shape[1])
+        flat = [tensor.view(tensor.shape[0], -1).view(self.unit) for tensor in self.tensors]
+        self._slabs = [_slab(members) for members in _neighbours(flat)]
+        edges = [0, *itertools.accumulate(slab.shape[0] * slab.shape[2] for slab in self._slabs)]
         self._columns = [slice(*pair) for pair in itertools.pairwise(edges)]
         self.width = edges[-1]
 
@@ -41,13 +41,45 @@ class BlockRows:
 
     def gather(self, blocks: Tensor, out: Tensor) -> None:
         """Copy blocks (int64, on the tensors' device) to the rows of `out [n, width]`."""
-        for flat, columns in zip(self._flat, self._columns, strict=True):
-            out[:, columns].copy_(flat.index_select(0, blocks))
+        for slab, columns in zip(self._slabs, self._columns, strict=True):
+            self._split(out[:, columns], slab).copy_(slab.index_select(1, blocks))
 
     def scatter(self, blocks: Tensor, rows: Tensor) -> None:
         """Copy the rows of `rows [n, width]` to blocks (int64, on the tensors' device)."""
-        for flat, columns in zip(self._flat, self._columns, strict=True):
-            flat.index_copy_(0, blocks, rows[:, columns])
+        for slab, columns in zip(self._slabs, self._columns, strict=True):
+            slab.index_copy_(1, blocks, self._split(rows[:, columns], slab))
+
+    @staticmethod
+    def _split(rows: Tensor, slab: Tensor) -> Tensor:
+        """`rows [n, T * w]` as `[T, n, w]`, no copy."""
+        return rows.unflatten(1, (slab.shape[0], slab.shape[2])).transpose(0, 1)
+
+
+def _neighbours(flat: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Successive tensors `[N, w]` of one shape at equal distances in one storage, together."""
+    found: list[list[Tensor]] = []
+    for tensor in flat:
+        if found and _continues(found[-1], tensor):
+            found[-1].append(tensor)
+        else:
+            found.append([tensor])
+    return found
+
+
+def _continues(members: Sequence[Tensor], tensor: Tensor) -> bool:
+    last = members[-1]
+    if tensor.shape != last.shape or tensor.untyped_storage().data_ptr() != last.untyped_storage().data_ptr():
+        return False
+    step = tensor.storage_offset() - last.storage_offset()
+    first_step = members[1].storage_offset() - members[0].storage_offset() if len(members) > 1 else step
+    return step == first_step >= last.numel()
+
+
+def _slab(members: Sequence[Tensor]) -> Tensor:
+    """One view `[T, N, w]` of all members."""
+    first = members[0]
+    step = members[1].storage_offset() - first.storage_offset() if len(members) > 1 else first.numel()
+    return first.as_strided((len(members), *first.shape), (step, *first.stride()), first.storage_offset())
 
 
 def runs(blocks: Sequence[int]) -> list[tuple[int, int, int]]:
