@@ -32,9 +32,9 @@ class Scheduled:
 class Plan:
     """One step: who runs, who lost its KV, and for how many steps the plan stays valid if nothing arrives or ends.
 
-    `swapped_out` and `swapped_in` are preempted and resumed by copies, `moves`, in the order of booking. The engine
-    queues the copies before the step; a sequence that comes back may be scheduled at once, and the step then waits
-    for it, or later, and the copy runs beside the steps between.
+    `swapped_out` and `swapped_in` are preempted and resumed by copies, `moves`, in the order of booking, all swaps
+    out before the first swap in. The engine queues the copies before the step; a sequence that comes back may be
+    scheduled at once, and the step then waits for it, or later, and the copy runs beside the steps between.
     """
 
     entries: list[Scheduled] = field(default_factory=list)

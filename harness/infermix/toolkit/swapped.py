@@ -23,7 +23,11 @@ class SwappedQueue:
         return len(self._sequences)
 
     def swap_out(self, victim: Sequence, plan: Plan, space: SwapSpace) -> bool:
-        """Move a sequence to the host; `False` (and no change) when there is no room: then recompute it."""
+        """Move a sequence to the host; `False` (and no change) when there is no room: then recompute it.
+
+        Within a plan, all swaps out come before the first swap in.
+        """
+        assert not plan.swapped_in, "a plan that brought somebody back cannot swap anybody out"
         moves = space.swap_out(victim.seq_id, victim.num_computed)
         if moves is None:
             return False

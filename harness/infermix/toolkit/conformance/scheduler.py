@@ -192,6 +192,8 @@ class _Engine:
         told = {(seq.seq_id, True) for seq in plan.swapped_out} | {(seq.seq_id, False) for seq in plan.swapped_in}
         assert moved == told, f"copies {sorted(moved)} were booked, {sorted(told)} are in the plan"
         assert len(plan.moves) == len(told), "a sequence is moved twice in one plan"
+        ways = [move.to_host for move in plan.moves]
+        assert ways == sorted(ways, reverse=True), "a sequence is swapped out after another came back in one plan"
         for seq in plan.swapped_out:
             name = seq.request.request_id
             assert seq.seq_id not in ids, f"{name} is swapped out and scheduled in one plan"
