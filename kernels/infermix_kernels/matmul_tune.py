@@ -80,7 +80,8 @@ def _starts(shape: LinearShape, num_rows: int) -> list[LinearLaunch]:
         starts = [gemv.default_launch(*size)]
     elif shape.family == "w4a16":
         starts = [w4a16.default_launch(*size), w4a16.tile_launch(*size)]
-        starts += [ExpandLaunch(), w4a16.SHARED_TILE] if num_rows > 64 else []
+        starts += [ExpandLaunch(), w4a16.SHARED_TILE, w4a16.SQUARE_TILE] if num_rows > 64 else []
+        starts += [w4a16.broad_launch(*size)] if num_rows > 16 else []
     elif shape.family == "w8a16":
         starts = [w8a16.default_launch(*size, shape.group_size or shape.in_features)]
     elif shape.family == "int8":
@@ -116,6 +117,8 @@ def _axes(shape: LinearShape, num_rows: int, launch: LinearLaunch) -> Mapping[st
         del axes["split_k"]
     if shape.family != "w4a16" and not shape.group_size:
         axes["block_k"] = (64, 128, 256)
+    if shape.family == "w4a16" and num_rows > 16:
+        axes["planes"] = (1, 2, 4)
     if num_rows > 64:
         axes["block_m"] = (64, 128, 256)
         axes["group_m"] = (1, 8)

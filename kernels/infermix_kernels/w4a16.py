@@ -38,6 +38,8 @@ _PROGRAMS = 384
 MAX_TILED_ROWS = 256
 #: Two programs of this tile share a multiprocessor of an H200 and hide each other's unpacking.
 SHARED_TILE = MatmulLaunch(64, 128, RUN, 1, 4, 2)
+#: One program of this tile fills a multiprocessor; long products leave few waits.
+SQUARE_TILE = MatmulLaunch(128, 128, RUN, 1, 8, 2, planes=4)
 #: Up to this many rows a tile, group sums are scaled instead of weights: exact, and cheap on a small tile.
 _EXACT_ROWS = 64
 
@@ -143,6 +145,12 @@ def tile_launch(num_rows: int, num_columns: int, width: int) -> MatmulLaunch:
     return MatmulLaunch(8, 128, RUN, 2, 4, 3) if wide else MatmulLaunch(8, 64, RUN, split, 4, 3)
 
 
+def broad_launch(num_rows: int, num_columns: int, width: int) -> MatmulLaunch:
+    """Twice as many output features a tile: x is read from the L2 cache half as often."""
+    split = split_for(triton.cdiv(num_columns, 128), triton.cdiv(width, RUN), _PROGRAMS // 2)
+    return MatmulLaunch(rows_tile(num_rows, 64), 128, RUN, split, 8, 3, planes=4)
+
+
 def _check(x: Tensor, weight: PackedW4, bias: Tensor | None) -> None:
     require_floats(x=x)
     check_matrix(x, weight.out_features, weight.in_features)
@@ -157,6 +165,12 @@ def _check(x: Tensor, weight: PackedW4, bias: Tensor | None) -> None:
     require(weight.words.is_contiguous(), "words must be contiguous")
     require_vector("bias", bias, weight.out_features)
     require_device(x, weight.words, weight.scales, weight.zeros, weight.order, bias)
+
+
+def planes_together(launch: MatmulLaunch, group_size: int) -> int:
+    """Planes of 32 columns in one product: those of the launch, as far as one group has as many."""
+    require(launch.planes in (1, 2, 4), f"planes is {launch.planes}, must be 1, 2 or 4")
+    return min(launch.planes, min(group_size, RUN) // PLANE)
 
 
 def _tiles(
@@ -196,6 +210,7 @@ def _tiles(
         SPLIT_K=split_k,
         GROUP_M=launch.group_m,
         SCALE_WEIGHTS=launch.block_m > _EXACT_ROWS,
+        TOGETHER=planes_together(launch, weight.group_size),
         EVEN_N=num_columns % launch.block_n == 0,
         EVEN_K=width % RUN == 0,
         EVICT="evict_first" if num_rows <= launch.block_m else "",

@@ -21,6 +21,37 @@ def load_zeros(zeros, group, columns, N, num_groups, HAS_ZEROS: tl.constexpr):
 
 
 @triton.jit
+def one_plane(words, offset, scale, PLANE: tl.constexpr, SCALED: tl.constexpr, ASM: tl.constexpr):
+    if SCALED:
+        return scaled_plane(words, offset, scale, PLANE, ASM)
+    else:
+        return unpack_plane(words, offset, offset, PLANE, False, ASM)
+
+
+@triton.jit
+def two_planes(words, offset, scale, PLANE: tl.constexpr, SCALED: tl.constexpr, ASM: tl.constexpr):
+    first = one_plane(words, offset, scale, PLANE, SCALED, ASM)
+    return tl.join(first, one_plane(words, offset, scale, PLANE + 1, SCALED, ASM))
+
+
+@triton.jit
+def planes_of(
+    words, offset, scale, FIRST: tl.constexpr, COUNT: tl.constexpr, SCALED: tl.constexpr, ASM: tl.constexpr
+):
+    """Planes FIRST ... FIRST + COUNT (1, 2 or 4) side by side: `[rows, 32 COUNT]`, a matter of naming registers."""
+    ROWS: tl.constexpr = words.shape[0]
+    if COUNT == 1:
+        return one_plane(words, offset, scale, FIRST, SCALED, ASM)
+    elif COUNT == 2:
+        pair = two_planes(words, offset, scale, FIRST, SCALED, ASM)
+        return tl.reshape(tl.permute(pair, (0, 2, 1)), [ROWS, 64])
+    else:
+        low = two_planes(words, offset, scale, FIRST, SCALED, ASM)
+        high = two_planes(words, offset, scale, FIRST + 2, SCALED, ASM)
+        return tl.reshape(tl.permute(tl.join(low, high), (0, 3, 2, 1)), [ROWS, 128])
+
+
+@triton.jit
 def w4_tile_kernel(
     x,
     words,
@@ -45,6 +76,7 @@ def w4_tile_kernel(
     SPLIT_K: tl.constexpr,
     GROUP_M: tl.constexpr,
     SCALE_WEIGHTS: tl.constexpr,
+    TOGETHER: tl.constexpr,
     EVEN_N: tl.constexpr,
     EVEN_K: tl.constexpr,
     EVICT: tl.constexpr,
@@ -55,7 +87,9 @@ def w4_tile_kernel(
     """`x [M, K] w^T`, 256 columns a step. Grid: tiles times SPLIT_K.
 
     SCALE_WEIGHTS rounds scaled weights to x's dtype before the product; otherwise the fp32 sum of each group is
-    scaled, which is exact and costs time per group and element of the tile.
+    scaled, which is exact and costs time per group and element of the tile. TOGETHER planes are one operand of the
+    tensor cores: a program waits for each product whose operand is made in registers, so few long ones cost less than
+    many short ones.
     """
     DTYPE: tl.constexpr = x.dtype.element_ty
     PER_STEP: tl.constexpr = 256 // GROUP_SIZE if GROUP_SIZE < 256 else 1
@@ -66,11 +100,11 @@ def w4_tile_kernel(
     tile_m, tile_n = tile_of(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M)
     rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    ks = tl.arange(0, 32)
+    ks = tl.arange(0, 32 * TOGETHER)
     steps = tl.cdiv(tl.cdiv(K, 256), SPLIT_K)
     first = split * steps
     x_at = x + rows.to(tl.int64)[:, None] * stride_x + ks[None, :]
-    w_at = words + columns.to(tl.int64)[:, None] * stride_w + ks[None, :]
+    w_at = words + columns.to(tl.int64)[:, None] * stride_w + tl.arange(0, 32)[None, :]
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     last = tl.minimum(first + steps, tl.cdiv(K, 256))
     wait_for_inputs(PDL)
@@ -85,18 +119,16 @@ def w4_tile_kernel(
             scale = tl.load(scales + group * N + columns, mask=in_range, other=0.0)
             offset = offset_of(load_zeros(zeros, group, columns, N, num_groups, HAS_ZEROS), DTYPE, ASM)
             total = acc if SCALE_WEIGHTS else tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-            for within in tl.static_range(PLANES):
-                start = step * 256 + (part * PLANES + within) * 32
+            for chunk in tl.static_range(PLANES // TOGETHER):
+                start = step * 256 + (part * PLANES + chunk * TOGETHER) * 32
                 mask = (rows < M)[:, None]
                 if not EVEN_K:
                     mask = mask & (start + ks < K)[None, :]
                 xs = tl.load(x_at + start, mask=mask, other=0.0)
-                if SCALE_WEIGHTS:
-                    weights = scaled_plane(packed, offset[:, None], scale[:, None], part * PLANES + within, ASM)
-                else:
-                    weights = unpack_plane(
-                        packed, offset[:, None], offset[:, None], part * PLANES + within, False, ASM
-                    )
+                weights = planes_of(
+                    packed, offset[:, None], scale[:, None], part * PLANES + chunk * TOGETHER, TOGETHER,
+                    SCALE_WEIGHTS, ASM,
+                )  # fmt: skip
                 total = tl.dot(weights, tl.trans(xs), total, input_precision=PRECISION)
             if SCALE_WEIGHTS:
                 acc = total

@@ -6,7 +6,7 @@ Marlin, Machete and the CUTLASS products come with vLLM, tinygemm with torch.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from infermix_kernels import fp8, gemv, w4a16, w8a8
 from infermix_kernels.launch import overlaps_launches
-from infermix_kernels.matmul_launch import MatmulWorkspace, RowLaunch
+from infermix_kernels.matmul_launch import MatmulLaunch, MatmulWorkspace, RowLaunch
 from infermix_kernels.matmul_table import LinearShape, MatmulTable
 from infermix_kernels.pack import pack_w4
 from infermix_kernels.reference import matmul as meant
@@ -31,7 +31,7 @@ GROUP = 128
 _CHECKED = 32
 W4_GOALS = {1: (62.0, 45.0), 8: (66.0, 50.0), 64: (118.0, 95.0), 512: (320.0, 290.0)}
 W8_GOALS = {1: (80.0, 60.0), 8: (None, None), 64: (88.0, 80.0), 512: (182.0, 165.0)}
-SIZES = (1, 8, 64, 512) if GPU else (1, 3)
+SIZES = (1, 8, 64, 512) if GPU else (1, 20)
 
 Linear = Callable[[Tensor], Tensor]
 #: Label, what makes a linear of a weight, whether it is ours.
@@ -144,9 +144,9 @@ def _w4a16(sheet: Sheet, rows: int, table: MatmulTable | None) -> None:
     contenders: list[Contender] = [("ours", partial(_our_w4, options), True)]
     if table is not None:
         contenders.append(("ours tuned", partial(_our_w4, {**options, "launches": table}), True))
-    if rows > w4a16.MAX_TILED_ROWS:
-        contenders.append(("ours, tiles", partial(_our_w4_tiles, options, rows), True))
-        contenders.append(("ours, shared tiles", partial(_our_w4, {**options, "launch": w4a16.SHARED_TILE}), True))
+    contenders += [
+        (f"ours, {name}", partial(_our_w4_tiles, options, make), True) for name, make in _tiles(rows).items()
+    ]
     contenders += [("Marlin", _marlin, False), ("Machete", _machete, False)]
     if rows <= 64:
         contenders.append(("tinygemm", _tinygemm, False))
@@ -159,9 +159,25 @@ def _our_w4(options: dict[str, Any], weight: Weight4) -> Linear:
     return lambda x: w4a16.w4a16_linear(x, packed, **options)
 
 
-def _our_w4_tiles(options: dict[str, Any], rows: int, weight: Weight4) -> Linear:
-    launch = w4a16.tile_launch(rows, *weight.q.shape)
-    return _our_w4({**options, "launch": launch}, weight)
+def _tiles(rows: int) -> dict[str, Callable[[int, int], MatmulLaunch]]:
+    """Tiles that the defaults do not use, by output and input features."""
+    if rows <= 16:
+        return {}
+    found = {
+        "4 planes": lambda n, k: replace(w4a16.tile_launch(rows, n, k), planes=4),
+        "broad": lambda n, k: w4a16.broad_launch(rows, n, k),
+    }
+    if rows > w4a16.MAX_TILED_ROWS:
+        found |= {
+            "tiles": lambda n, k: w4a16.tile_launch(rows, n, k),
+            "shared": lambda n, k: w4a16.SHARED_TILE,
+            "square": lambda n, k: w4a16.SQUARE_TILE,
+        }
+    return found
+
+
+def _our_w4_tiles(options: dict[str, Any], make: Callable[[int, int], MatmulLaunch], weight: Weight4) -> Linear:
+    return _our_w4({**options, "launch": make(*weight.q.shape)}, weight)
 
 
 def _marlin(weight: Weight4) -> Linear:

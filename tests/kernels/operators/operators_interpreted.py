@@ -90,8 +90,9 @@ def test_skinny(dtype: torch.dtype, rows: int, launch: Any) -> None:
         (1, None),
         (3, MatmulLaunch(16, 64, 256, 2)),
         (70, MatmulLaunch(128, 64, 256)),
+        (20, MatmulLaunch(32, 32, 256, 2, planes=4)),
     ],
-    ids=["default", "split", "large"],
+    ids=["default", "split", "large", "planes together"],
 )
 @pytest.mark.parametrize(
     ("group", "zeros", "act_order"),

@@ -149,6 +149,10 @@ def test_skinny(dtype: torch.dtype, n: int, k: int, rows: int, launch: Any) -> N
         (300, None),
         (300, MatmulLaunch(128, 128, 256, 1, 8, 2)),
         (33, MatmulLaunch(16, 64, 256, 4, 4, 3)),
+        (64, MatmulLaunch(64, 128, 256, 4, 8, 3, planes=4)),
+        (130, MatmulLaunch(128, 128, 256, 1, 8, 2, planes=4)),
+        (130, MatmulLaunch(128, 256, 256, 1, 8, 2, planes=2)),
+        (130, MatmulLaunch(64, 128, 256, 1, 4, 2)),
     ],
     ids=str,
 )
