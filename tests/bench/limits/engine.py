@@ -28,6 +28,8 @@ from infermix.roles.request import Request, SamplingParams
 from infermix.spec.experiment import DEFAULT_PARTS, ModelSource
 
 CONTEXT, STEPS, WARM_STEPS = 1024, 64, 8
+#: Ids of prompts are below this, which every vocabulary holds.
+TOKEN_IDS = 30000
 BATCHES = (1, 8, 64)
 PREFILLS = ((1, 2048), (4, 2048))
 TRANSFORMS = ("fuse", "skinny_linear", "triton_sampling")
@@ -80,7 +82,7 @@ def build(name: str, max_num_seqs: int) -> Any:
 
 def submit(engine: Any, count: int, length: int, new: int) -> None:
     for number in range(count):
-        ids = torch.randint(10, 30000, (length,), generator=torch.Generator().manual_seed(number)).tolist()
+        ids = torch.randint(10, TOKEN_IDS, (length,), generator=torch.Generator().manual_seed(number)).tolist()
         sampling = SamplingParams(max_new_tokens=new, ignore_eos=True)
         engine.submit(Request(request_id=str(number), prompt_ids=tuple(ids), sampling=sampling))
 
