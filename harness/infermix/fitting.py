@@ -15,7 +15,7 @@ from infermix.roles.component import Choice, Role
 from infermix.roles.engine import EngineContext
 from infermix.roles.evaluator import EvaluatorOptions
 from infermix.roles.facts import MachineFacts, ModelFacts
-from infermix.roles.kv_space import KVBudget, KVLayout
+from infermix.roles.kv_space import KVBudget, KVLayout, KVShape
 from infermix.roles.workload import WorkloadOptions
 from infermix.spec.experiment import Limits
 
@@ -53,6 +53,7 @@ class _Demand:
     length: int
     count: int
     step_tokens: int
+    num_draft_tokens: int
     assumed: bool
     limits: Limits
     machine: str
@@ -106,6 +107,7 @@ class Fitter:
             length=length,
             count=count,
             step_tokens=max(_option(choices, "max_num_batched_tokens") or _ASSUMED_STEP_TOKENS, length),
+            num_draft_tokens=_num_draft_tokens(choices),
             assumed=_only_data_tells(choices[Role.WORKLOAD]),
             limits=limits,
             machine=f"{machine.device} {machine.memory_bytes}",
@@ -126,13 +128,16 @@ class Fitter:
         )
         try:
             fitting = self._fitting(demand, kv, facts, machine, memory)
-            memory = replace(memory, kv_bytes=self._kv_bytes(demand, kv, facts, machine, memory))
+            kv_bytes, problems = self._kv(demand, kv, facts, machine, memory)
+            memory = replace(memory, kv_bytes=kv_bytes)
         except UserError as error:
             problem = f"{error.message} ({error.hint})" if error.hint else error.message
-            return memory, () if demand.assumed else (problem,), None
+            # How much memory is needed is only assumed; whether the layout takes the model at all is not.
+            excused = demand.assumed and (error.key or "").startswith("limits.")
+            return memory, () if excused else (problem,), None
         # What is only assumed refuses nothing: the data may hold one short prompt.
         surely = replace(memory, kv_bytes=0) if demand.assumed else memory
-        return memory, () if fits(surely, machine) else (_too_large(surely, machine),), fitting
+        return memory, problems if fits(surely, machine) else (*problems, _too_large(surely, machine)), fitting
 
     def _fitting(
         self, demand: _Demand, kv: Choice | None, facts: ModelFacts, machine: MachineFacts, memory: MemoryPrediction
@@ -148,19 +153,21 @@ class Fitter:
             self._layouts[key] = kv.component.build(kv.options, None)
         return self._layouts[key]
 
-    def _kv_bytes(
+    def _kv(
         self, demand: _Demand, kv: Choice | None, facts: ModelFacts, machine: MachineFacts, memory: MemoryPrediction
-    ) -> int:
+    ) -> tuple[int, tuple[str, ...]]:
+        """Bytes that the KV takes, and what the layout cannot do for the decoder."""
         groups = kv_groups(facts)
         if kv is None or demand.layout is None:  # an engine with a cache of its own: what its tokens take
             each = sum(group.bytes_per_token(facts.dtype_bytes) for group in groups)
             if demand.fills_memory:
-                return max(_filled(demand.limits, machine, memory), round(each * demand.length))
-            return round(each * demand.length * demand.count)
+                return max(_filled(demand.limits, machine, memory), round(each * demand.length)), ()
+            return round(each * demand.length * demand.count), ()
         limits = demand.limits
         most = kv_limit(machine, memory, limits.kv_memory_bytes, limits.kv_memory_fraction)
         budget = KVBudget(demand.count, demand.length, facts.dtype_bytes, most)
-        return self._layout(demand.layout, kv).shape(groups, budget).bytes
+        shape = self._layout(demand.layout, kv).shape(groups, budget)
+        return shape.bytes, tuple(_draft_problems(kv, shape, demand.num_draft_tokens))
 
 
 def _asked_tokens(workload: Choice, evaluators: Iterable[Choice]) -> Iterator[tuple[str, int]]:
@@ -203,6 +210,11 @@ def _max_num_seqs(choices: Mapping[Role, Choice]) -> int:
     return min((bound for bound in bounds if bound), default=_ASSUMED_SEQS)
 
 
+def _num_draft_tokens(choices: Mapping[Role, Choice]) -> int:
+    decoder = choices.get(Role.DECODER)
+    return int(getattr(decoder.options, "num_draft_tokens", 0)) if decoder else 0
+
+
 def _option(choices: Mapping[Role, Choice], name: str) -> int | None:
     """The smallest value that scheduler or engine options give under a vocabulary name."""
     owners = [choices[role].options for role in (Role.SCHEDULER, Role.ENGINE) if role in choices]
@@ -216,6 +228,15 @@ def _filled(limits: Limits, machine: MachineFacts, memory: MemoryPrediction) -> 
         return limits.kv_memory_bytes
     fraction = limits.kv_memory_fraction or EngineContext.kv_memory_fraction
     return max(0, int(fraction * machine.memory_bytes) - memory.total_bytes)
+
+
+def _draft_problems(kv: Choice, shape: KVShape, num_draft_tokens: int) -> Iterator[str]:
+    """Rejected drafts are cut off again, all of them at the worst."""
+    if shape.max_truncate is not None and num_draft_tokens > shape.max_truncate:
+        yield (
+            f"kv {kv.component.name!r} can take back {shape.max_truncate} tokens of a sequence, the decoder drafts "
+            f"{num_draft_tokens}"
+        )
 
 
 def _too_large(memory: MemoryPrediction, machine: MachineFacts) -> str:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from infermix.hookspecs import hookimpl
 from infermix.roles.component import Component
 
+from infermix_kv import quantized
 from infermix_kv.dropping_components import dropping_components
 
 
 @hookimpl
 def infermix_kv() -> list[Component]:
-    return [*dropping_components()]
+    return [*dropping_components(), *quantized.COMPONENTS]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from infermix.roles.attention import LayerSpec
 from infermix.roles.batch import Batch
 from infermix.roles.kv_store import DenseView, PagedView, View
+from infermix.toolkit import once
 from torch import Tensor
 
 T = TypeVar("T")
@@ -20,17 +21,8 @@ MAX_HOST_PADDING = 1.5
 
 
 def once_per_forward(batch: Batch, layer: LayerSpec, key: Hashable, make: Callable[[], T]) -> T:
-    """The value of `make()`, computed by the first layer that asks for `key` in each forward.
-
-    Layers run in increasing order, so a layer that asks at or before the one that made the value begins a new
-    forward: a persistent `Batch` never serves a value of an earlier step, and a graph records the computation.
-    """
-    made = batch.extra.get(key)
-    if made is not None and made[0] < layer.layer_idx:
-        return made[1]
-    value = make()
-    batch.extra[key] = (layer.layer_idx, value)
-    return value
+    """`toolkit.once.once_per_forward` for an attention layer."""
+    return once.once_per_forward(batch, layer.layer_idx, key, make)
 
 
 def fold_heads(q: Tensor, num_seqs: int, num_kv_heads: int) -> Tensor:
@@ -60,7 +52,7 @@ def num_batched_rows(view: View, batch: Batch, on_host: bool) -> int:
     """
     if batch.host_context_lens is None:
         return batch.num_seqs
-    if not isinstance(view, DenseView | PagedView):
+    if not hasattr(view, "batched"):
         return 0
     if batch.query_len is not None and batch.query_len <= MAX_BATCHED_QUERY:
         rows = batch.num_seqs
@@ -120,13 +112,25 @@ def read_batched(view: View, batch: Batch, layer: LayerSpec, rows: int, capacity
 
     Beyond a context, memory may hold anything, NaN included, and 0 times NaN is NaN: the gather repeats the
     sequence's last token there. It is made for dense views as well, for that reason, and because one streaming copy
-    costs a CPU less than a matmul over cold strided rows. Rows without context are unspecified.
+    costs a CPU less than a matmul over cold strided rows. Views that compute what they give back (quantized ones) do
+    it themselves, and get zeros there. Rows without context are unspecified.
     """
-    assert isinstance(view, DenseView | PagedView)
+    if not isinstance(view, DenseView | PagedView):
+        return _within_context(view, batch, layer, rows, capacity)
     slots = once_per_forward(
         batch, layer, ("slots", layer.group, rows, capacity), lambda: _slots(view, batch, rows, capacity)
     )
     return _take(view.keys, slots, rows), _take(view.values, slots, rows)
+
+
+def _within_context(view: Any, batch: Batch, layer: LayerSpec, rows: int, capacity: int) -> tuple[Tensor, Tensor]:
+    def beyond() -> Tensor:
+        positions = torch.arange(capacity, device=batch.context_lens.device)
+        return (positions >= batch.context_lens[:rows, None])[:, :, None, None]
+
+    mask = once_per_forward(batch, layer, ("beyond", rows, capacity), beyond)
+    keys, values = view.batched(capacity, rows)
+    return keys.masked_fill(mask, 0), values.masked_fill(mask, 0)
 
 
 def _slots(view: DenseView | PagedView, batch: Batch, rows: int, capacity: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Attention through `infermix_kernels.attention`: paged and dense views are read in place."""
+"""Attention through `infermix_kernels.attention`: paged, quantized and dense views are read in place."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from infermix.errors import Unsupported
 from infermix.roles.attention import LayerSpec, TuneContext
 from infermix.roles.batch import Batch
-from infermix.roles.kv_store import DenseView, PagedView, View
+from infermix.roles.kv_store import DenseView, PagedView, QuantizedPagedView, View
 from infermix_kernels.attention import Workspace, paged_attention
 from infermix_kernels.launch import LaunchTable
 from torch import Tensor
@@ -36,10 +36,11 @@ class TritonAttention:
     """Window, softcap, sinks, any head grouping, Dk != Dv, in fp32, fp16 and bf16.
 
     `launches` is the folder of measured launch parameters. The workspace of split contexts is allocated once per
-    device, at the first call, which a captured step makes before its capture; calls must not overlap.
+    device, at the first call, which a captured step makes before its capture; calls must not overlap. A view that
+    only its layout knows is gathered into dense keys and values first.
     """
 
-    reads: tuple[type, ...] = (DenseView, PagedView)
+    reads: tuple[type, ...] = (DenseView, PagedView, QuantizedPagedView)
 
     def __init__(self, launches: Path, *, check_block_tables: bool = False) -> None:
         self._folder, self._check = launches, check_block_tables
@@ -54,8 +55,10 @@ class TritonAttention:
         return facts
 
     def forward(self, q: Tensor, view: View, batch: Batch, layer: LayerSpec) -> Tensor:
-        if not isinstance(view, DenseView | PagedView):
+        if not hasattr(view, "batched"):
             raise Unsupported("attention triton reads paged and dense KV; use kv: paged or kv: dense")
+        if not isinstance(view, self.reads):
+            view = DenseView(*view.batched(_capacity(batch)))
         if q.stride(2) != 1:
             q = q.contiguous()
         out = q.new_empty(q.shape[0], q.shape[1], layer.value_dim)
@@ -63,10 +66,13 @@ class TritonAttention:
             self._compute(q, view, part, layer, out)
         return out
 
-    def _compute(self, q: Tensor, view: DenseView | PagedView, part: _Part, layer: LayerSpec, out: Tensor) -> None:
+    def _compute(self, q: Tensor, view: Any, part: _Part, layer: LayerSpec, out: Tensor) -> None:
         rows = slice(part.first, part.last)
-        tables = view.block_tables if isinstance(view, PagedView) else None
-        dense = tables is None
+        dense = isinstance(view, DenseView)
+        tables = None if dense else view.block_tables
+        key_scales, value_scales = None, None
+        if isinstance(view, QuantizedPagedView):
+            key_scales, value_scales = view.key_scales, view.value_scales
         workspace, launches = self._persistent(q.device)
         paged_attention(
             q,
@@ -81,6 +87,8 @@ class TritonAttention:
             window=layer.window,
             softcap=layer.softcap,
             sinks=layer.sinks,
+            key_scales=key_scales,
+            value_scales=value_scales,
             out=out,
             workspace=workspace,
             launches=launches,
@@ -91,6 +99,10 @@ class TritonAttention:
         if device not in self._workspaces:
             self._workspaces[device] = Workspace.allocate(device), LaunchTable(self._folder, device)
         return self._workspaces[device]
+
+
+def _capacity(batch: Batch) -> int:
+    return batch.context_capacity if batch.host_context_lens is None else max(batch.host_context_lens)
 
 
 def _parts(batch: Batch) -> tuple[_Part, ...]:

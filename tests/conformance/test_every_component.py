@@ -30,6 +30,12 @@ VARIANTS: dict[tuple[Role, str], list[dict[str, Any]]] = {
         {"budget": n, "observation_window": w, "pool_kernel": k, "block_size": b}
         for n, w, k, b in ((1, 1, 1, 1), (6, 2, 3, 4), (9, 3, 5, 2))
     ],
+    (Role.KV, "quantized"): [{"dtype": "fp8"}, {"block_size": 7}, {"dtype": "fp8", "block_size": 1}],
+    (Role.KV, "kivi"): [
+        {"bits": 4, "group_size": 4, "residual_length": 12, "block_size": 8},
+        {"bits": 2, "group_size": 4, "residual_length": 8, "block_size": 4},
+        {"bits": 2},
+    ],
     (Role.QUANTIZER, "rtn"): [
         {"bits": bits, "granularity": granularity, "group_size": 32, "symmetric": symmetric}
         for bits in (8, 4)

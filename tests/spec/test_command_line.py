@@ -12,6 +12,8 @@ import pytest
 from fake_parts import write_config
 from infermix import cli
 from infermix.errors import OutOfMemory, UserError
+from infermix.plugins import load_catalogue
+from infermix.roles.component import Role
 
 ROOT = Path(__file__).resolve().parents[2]
 VERBS = ["run", "plan", "plugins", "schema", "leaderboard", "compare", "show", "cost", "kv", "doctor", "new-plugin"]
@@ -110,10 +112,11 @@ def test_plan_of_bad_input_is_one_clear_error(here: Path, capsys: pytest.Capture
     Path("x.yaml").write_text(EXPERIMENT.replace("paged", "pagd"))
     assert cli.main(["plan", "x.yaml"]) == 2
     captured = capsys.readouterr()
+    known = sorted(registered.component.name for registered in load_catalogue().all(Role.KV))
     assert captured.out == ""
     assert captured.err == (
         "error: x.yaml:3:59: parts.kv.use: no kv component is called 'pagd' "
-        "(did you mean 'paged'? known: concat, dense, none, paged)\n"
+        f"(did you mean 'paged'? known: {', '.join(known)})\n"
     )
 
 

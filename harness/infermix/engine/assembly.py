@@ -81,6 +81,11 @@ class Assembly:
         choice = self.context.parts[role]
         return choice.component.lossless(choice.options)
 
+    def kv_error(self) -> float | None:
+        """What the KV layout loses, where that is all that the parts of attention lose."""
+        choice = self.context.parts[Role.KV]
+        return choice.component.kv_error(choice.options) if self.lossless(Role.ATTENTION) else None
+
     def executed(self, role: Role, part: Any, **facts: Any) -> None:
         choice: Choice = self.context.parts[role]
         via = {"via": dict(choice.via)} if choice.via else {}
@@ -116,6 +121,7 @@ def assemble(options: NativeOptions, context: EngineContext) -> NativeEngine:
                 dtype=build.dtype,
                 reference=build.reference,
                 exact=build.lossless(Role.ATTENTION) and build.lossless(Role.KV),
+                kv_error=build.kv_error(),
             )
     joint.attach(attention, store)
     selector = build.transforms.selector or TorchSelector()

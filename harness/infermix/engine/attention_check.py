@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 #: Rows of a sequence that are compared: its last ones.
 _KEPT_ROWS = 32
 _FLOAT32_EPS = 64
+#: What a lossy layout gives back is rounded to the dtype once more than what a kernel reads of it.
+_READBACK_FACTOR = 2
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,40 @@ class _Drawn:
     v: list[Tensor]
 
 
+class Readback:
+    """What a lossy layout gives back at every step: attention over it, and how far it is from what was written."""
+
+    def __init__(self, drawn: Sequence[_Drawn]) -> None:
+        self._rows: dict[int, dict[int, list[Tensor]]] = {each.layer.layer_idx: {} for each in drawn}
+        self._off = self._size = 0.0
+
+    def note(self, drawn: _Drawn, pieces: Sequence[Piece], view: Any) -> None:
+        for index, piece in enumerate(pieces):
+            stop = piece.start + piece.num_new
+            read = view.sequence(index, stop)
+            for seen, written in zip(read, (drawn.k[piece.sequence], drawn.v[piece.sequence]), strict=True):
+                self._off += float((seen.double() - written[:stop].double()).square().sum())
+                self._size += float(written[:stop].double().square().sum())
+            rows = plain_attention(drawn.q[piece.sequence][piece.start : stop], read[0], read[1], drawn.layer)
+            self._rows[drawn.layer.layer_idx].setdefault(piece.sequence, []).append(rows)
+
+    def expected(self) -> list[list[Tensor]]:
+        """Per layer and sequence the last rows of attention over what was read."""
+        return [
+            [torch.cat(rows[sequence])[-_KEPT_ROWS:] for sequence in sorted(rows)] for rows in self._rows.values()
+        ]
+
+    def judge(self, layout: KVLayout, stated: float) -> dict[str, float]:
+        """Root mean square of what was lost over that of what was written; `WrongResult` beyond `stated`."""
+        error = math.sqrt(self._off / self._size)
+        if not error <= stated:
+            raise WrongResult(
+                f"self-check failed: {type(layout).__name__} gives back keys and values that are off by {error:.2e} "
+                f"(root mean square over that of normal numbers; it states {stated:.1e})"
+            )
+        return {"kv_error": error, "kv_error_stated": stated}
+
+
 def check_attention_part(
     joint: Joint,
     attention: AttentionBackend,
@@ -52,20 +88,27 @@ def check_attention_part(
     device: torch.device,
     dtype: torch.dtype,
     seed: int = 0,
+    kv_error: float | None = None,
 ) -> dict[str, Any]:
     """Compare `attention`, through the store of `layout`, with its plain meaning; returns the figures for the record.
 
     One layer of each distinct kind takes part; sequences of `lengths` join, are chunked, decode and finish. The error
-    is that of the worst row. Raises `WrongResult` beyond what rounding explains.
+    is that of the worst row. With `kv_error`, what a lossy layout states of itself, attention is compared with its
+    meaning over what the layout gives back, and that with what was written. Raises `WrongResult` beyond what rounding
+    explains, or the layout states.
     """
     chosen = distinct_layers(joint.layers)
     groups = _only(joint.groups, {layer.layer_idx for layer in chosen})
+    if kv_error is not None:
+        lengths = (*lengths, *_beyond_the_tail(layout, groups, max(lengths), dtype))
     generator = torch.Generator().manual_seed(seed)
     drawn = [_draw(layer, lengths, generator, device, dtype) for layer in chosen]
-    seen = _walk(drawn, groups, attention, layout, lengths, device, dtype)
-    limit, worst = attention_tolerance(dtype), 0.0
-    for each, rows in zip(drawn, seen, strict=True):
-        error = max(map(_worst_row, rows, _expected(each)))
+    readback = None if kv_error is None else Readback(drawn)
+    seen = _walk(drawn, groups, attention, layout, lengths, device, dtype, readback)
+    limit, worst = attention_tolerance(dtype) * (1 if readback is None else _READBACK_FACTOR), 0.0
+    expected = [_expected(each) for each in drawn] if readback is None else readback.expected()
+    for each, rows, right in zip(drawn, seen, expected, strict=True):
+        error = max(map(_worst_row, rows, right))
         if not error <= limit:
             raise WrongResult(
                 f"self-check failed: {type(attention).__name__} over {type(layout).__name__} differs from plain "
@@ -73,7 +116,8 @@ def check_attention_part(
                 f"{str(dtype).removeprefix('torch.')}; rounding explains {limit:.1e})"
             )
         worst = max(worst, error)
-    return {"relative_error": worst, "tolerance": limit, "layers": len(chosen)}
+    figures = {"relative_error": worst, "tolerance": limit, "layers": len(chosen)}
+    return figures if readback is None or kv_error is None else {**figures, **readback.judge(layout, kv_error)}
 
 
 def attention_tolerance(dtype: torch.dtype) -> float:
@@ -97,6 +141,16 @@ def distinct_layers(layers: Mapping[int, LayerSpec]) -> list[LayerSpec]:
 def _only(groups: Sequence[KVGroup], layers: set[int]) -> tuple[KVGroup, ...]:
     """The same groups with nothing but `layers`, so that the store is small."""
     return tuple(replace(group, layers=tuple(idx for idx in group.layers if idx in layers)) for group in groups)
+
+
+def _beyond_the_tail(
+    layout: KVLayout, groups: tuple[KVGroup, ...], max_len: int, dtype: torch.dtype
+) -> tuple[int, ...]:
+    """The length of a sequence that outgrows whatever the layout keeps of each sequence apart from its tokens."""
+    shape = layout.shape(groups, KVBudget(1, max_len, dtype.itemsize))
+    each = sum(group.bytes_per_token(dtype.itemsize) for group in groups)
+    apart = math.ceil(shape.bytes_per_seq / each)
+    return (2 * apart + _KEPT_ROWS,) if apart else ()
 
 
 def _draw(
@@ -125,8 +179,9 @@ def _walk(
     lengths: Sequence[int],
     device: torch.device,
     dtype: torch.dtype,
+    readback: Readback | None = None,
 ) -> list[list[Tensor]]:
-    """Per layer and sequence what attention returned, `[L, H, Dv]`."""
+    """Per layer and sequence what attention returned, `[L, H, Dv]`; `readback` sees every view that it read."""
     budget = KVBudget(len(lengths), max(lengths), dtype.itemsize, max_query_len=CHUNK, keep_all=True)
     shape = layout.shape(groups, budget)
     space, store = layout.space(shape), layout.store(shape, device, dtype)
@@ -137,6 +192,8 @@ def _walk(
         batch = _pack(ordered, spans, space, shape, device)
         for each, collected in zip(drawn, parts, strict=True):
             rows = _attend(each, ordered, spans, batch, attention, store)
+            if readback is not None:
+                readback.note(each, ordered, store.view(each.layer.layer_idx, batch, batch.groups[each.layer.group]))
             for piece, part in zip(ordered, rows, strict=True):
                 collected[piece.sequence].append(part[-piece.num_new :])
         for piece in ordered:

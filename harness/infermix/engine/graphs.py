@@ -111,21 +111,22 @@ class StepBuffers:
         device = self.device["positions"].device
         tokens = self.batch * self.query_len
         width = -(-context // self.shape.block_size)
-        groups = self.shape.group_tables or (0,) * len(self.shape.groups)
+        tables = tuple(
+            GroupBatch(self.device["slots"][number], self.device["tables"][number, :, :width])
+            for number in range(self.shape.num_tables)
+        )
         return Batch(
             input_ids=torch.zeros(tokens, dtype=torch.int64, device=device),
             positions=self.device["positions"],
             cu_seqlens_q=torch.arange(0, tokens + 1, self.query_len, dtype=torch.int32, device=device),
             context_lens=self.device["context_lens"],
             logits_rows=torch.arange(tokens, device=device),
-            groups=tuple(
-                GroupBatch(self.device["slots"][number], self.device["tables"][number, :, :width])
-                for number in groups
-            ),
+            groups=tuple(tables[number] for number in self.shape.group_tables or (0,) * len(self.shape.groups)),
             query_lens=(self.query_len,) * self.batch,
             host_context_lens=None,
             query_len=self.query_len,
             context_capacity=context,
+            tables=tables,
         )
 
 

@@ -81,7 +81,7 @@ def pack(
     rows = _rows(starts, logits_rows, all_logits)
     wide = _to_device([packed.ids, packed.positions, rows, *packed.slots], np.int64, torch.device(device))
     narrow = _to_device([starts, context, *tables], np.int32, torch.device(device))
-    by_table = [GroupBatch(*pair) for pair in zip(wide[3:], narrow[2:], strict=True)]
+    by_table = tuple(GroupBatch(*pair) for pair in zip(wide[3:], narrow[2:], strict=True))
     query_lens = tuple(packed.query.tolist())
     return Batch(
         input_ids=wide[0],
@@ -95,6 +95,7 @@ def pack(
         query_len=query_lens[0] if len(set(query_lens)) == 1 else None,
         context_capacity=int(context.max()),
         host_rows=tuple(tables[0][:, 0].tolist()),
+        tables=by_table,
     )
 
 

@@ -33,7 +33,7 @@ class Batch:
       for parts that provide `graph:mixed`) has upper bounds in `query_lens`, and padding rows with context length 0
       anywhere behind its sequences. `context_capacity`: an upper bound on
       `context_lens`, static for a captured step (its context bucket).
-    - `groups`: one `GroupBatch` per KV group.
+    - `groups`: one `GroupBatch` per KV group; `tables`: one per block table, those of no group included.
     - `host_rows`: first block of each sequence on the host, for layouts with one block per sequence; `None` in a
       captured step, where row i of such a layout is sequence i (`KVSpace.fixed_rows`).
     - `extra`: what parts compute once per forward (masks, gather indices) and share between layers.
@@ -50,6 +50,7 @@ class Batch:
     query_len: int | None
     context_capacity: int
     host_rows: tuple[int, ...] | None = None
+    tables: tuple[GroupBatch, ...] = ()
     extra: dict[Any, Any] = field(default_factory=dict)
 
     @property

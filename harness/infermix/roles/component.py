@@ -58,8 +58,9 @@ class Component:
     either, a provided `head_dim:*` meets every `head_dim:` need. `adapters` (same signature, returning a mapping
     feature -> adapter name) lists features that the component offers only through a declared adapter. `weight_bits`
     is a quantizer's (or a quantizing engine's) effective bits per quantized weight, scales included, for the memory
-    prediction. `hosts` are the roles that an engine takes from `parts:`, and `Role.TRANSFORM` when it applies
-    `transforms:`.
+    prediction. `kv_error` says how far what a lossy KV layout gives back is from what was written: root mean square
+    of the difference over that of the numbers, for normally distributed ones; `None` where the layout does not bound
+    it. `hosts` are the roles that an engine takes from `parts:`, and `Role.TRANSFORM` when it applies `transforms:`.
     """
 
     name: str
@@ -75,6 +76,7 @@ class Component:
     adapters: Callable[[Any, ModelFacts, MachineFacts], Mapping[str, str]] = lambda o, m, h: {}
     lossless: Callable[[Any], bool] = lambda options: True
     weight_bits: Callable[[Any], float | None] = lambda options: None
+    kv_error: Callable[[Any], float | None] = lambda options: None
     hosts: frozenset[Role] = frozenset()
     source: str = ""
 

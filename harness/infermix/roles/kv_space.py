@@ -49,8 +49,11 @@ class KVShape:
     """A sized layout: `num_blocks` usable blocks of `block_size` tokens plus one sink block with id `num_blocks`.
 
     `bytes` is what the store allocates, sink included; `bytes_per_token` what the slots of one token take in all
-    groups. `group_tables` maps a KV group to the block table that it uses; empty means that all groups share table 0.
-    `host_blocks[t]` blocks of table t fit the host memory that sequences are swapped out to; empty means none.
+    groups, `bytes_per_seq` what a sequence (and the sink) costs besides. `group_tables` maps a KV group to the block
+    table that it uses; empty means that all groups share table 0. `side_tables` more tables follow those, which only
+    the store reads (`Batch.tables`). `host_blocks[t]` blocks of table t fit the host memory that sequences are
+    swapped out to; empty means none. `max_truncate` is how many tokens `truncate` can take back at once (`None`: any
+    number).
 
     Block tables may have pools of their own: `table_blocks[t]` usable blocks (the sink behind them), of which one
     sequence holds at most `table_limits[t]` (`None`: as many as its tokens need). Empty means `num_blocks` and no
@@ -71,6 +74,9 @@ class KVShape:
     table_limits: tuple[int | None, ...] = ()
     max_query_len: int | None = None
     keep_all: bool = False
+    side_tables: int = 0
+    bytes_per_seq: float = 0.0
+    max_truncate: int | None = None
 
     @property
     def sink_block(self) -> int:
@@ -106,7 +112,7 @@ class KVShape:
 
     def bytes_of_sequence(self, num_tokens: int) -> float:
         """Bytes that one sequence of `num_tokens` holds; beyond their limit, rings add nothing."""
-        return sum(
+        return self.bytes_per_seq + sum(
             self.bytes_of_slots((group,)) * self.held_tokens(index, num_tokens)
             for index, group in enumerate(self.groups)
         )
@@ -122,7 +128,7 @@ class KVShape:
 
     @property
     def num_tables(self) -> int:
-        return max(self.group_tables, default=0) + 1
+        return max(self.group_tables, default=0) + 1 + self.side_tables
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +177,10 @@ class KVSpace(Protocol):
         ...
 
     def truncate(self, seq_id: int, num_tokens: int) -> None:
-        """Keep the first `num_tokens` tokens and give back what is no longer needed."""
+        """Keep the first `num_tokens` tokens and give back what is no longer needed.
+
+        Raises `Unsupported` for a cut that the layout cannot make (`KVShape.max_truncate`).
+        """
         ...
 
     def fork(self, parent_id: int, child_id: int) -> list[tuple[int, int]] | None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from infermix.roles.batch import Batch, GroupBatch
@@ -71,7 +72,72 @@ class PagedView:
         return pool.index_select(0, blocks).flatten(0, 1)
 
 
-View = RaggedView | DenseView | PagedView
+@dataclass(slots=True)
+class QuantizedPagedView:
+    """A paged view of int8 or float8_e4m3fn numbers: a stored number times the scale of its token and head.
+
+    `key_scales`, `value_scales` `[num_blocks + 1, Hkv, block_size]` fp32: the scales of a head lie side by side.
+    `dtype` is what the gather returns.
+    """
+
+    keys: Tensor
+    values: Tensor
+    key_scales: Tensor
+    value_scales: Tensor
+    block_tables: Tensor
+    dtype: torch.dtype
+    gathers = True
+
+    def sequence(self, index: int, length: int) -> tuple[Tensor, Tensor]:
+        blocks = self.block_tables[index, : -(-length // self.keys.shape[1])]
+        keys, values = self._gather(self.keys, self.key_scales, blocks), self._values(blocks)
+        return keys[:length], values[:length]
+
+    def batched(self, capacity: int, rows: int | None = None) -> tuple[Tensor, Tensor]:
+        """As `AdaptedView.batched`."""
+        tables = self.block_tables[:rows, : -(-capacity // self.keys.shape[1])]
+        blocks = tables.reshape(-1)
+        keys, values = self._gather(self.keys, self.key_scales, blocks), self._values(blocks)
+        return (
+            keys.view(tables.shape[0], -1, *keys.shape[1:])[:, :capacity],
+            values.view(tables.shape[0], -1, *values.shape[1:])[:, :capacity],
+        )
+
+    def _values(self, blocks: Tensor) -> Tensor:
+        return self._gather(self.values, self.value_scales, blocks)
+
+    def _gather(self, pool: Tensor, scales: Tensor, blocks: Tensor) -> Tensor:
+        """`[n * block_size, Hkv, D]`. Moved as bytes: not every device can index fp8."""
+        numbers = _as_bytes(pool).index_select(0, blocks).view(pool.dtype).float()
+        factors = scales.index_select(0, blocks).transpose(1, 2).unsqueeze(-1)
+        return (numbers * factors).to(self.dtype).flatten(0, 1)
+
+
+def _as_bytes(pool: Tensor) -> Tensor:
+    import torch
+
+    return pool.view(torch.uint8)
+
+
+class AdaptedView(Protocol):
+    """A view that only its own layout knows; every backend reads it through the declared adapter `gather`."""
+
+    @property
+    def gathers(self) -> bool: ...
+
+    def sequence(self, index: int, length: int) -> tuple[Tensor, Tensor]:
+        """K `[length, Hkv, Dk]` and V alike of one sequence, whose context is `length`."""
+        ...
+
+    def batched(self, capacity: int, rows: int | None = None) -> tuple[Tensor, Tensor]:
+        """K `[rows, capacity, Hkv, Dk]` and V alike of the first `rows` sequences (`None`: all of them).
+
+        None of their contexts exceeds `capacity`; what lies beyond a context is unspecified.
+        """
+        ...
+
+
+View = RaggedView | DenseView | PagedView | QuantizedPagedView | AdaptedView
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,11 +193,12 @@ class KVStore(Protocol):
         """Copy whole blocks (source, target) in every layer."""
         ...
 
-    def export_blocks(self, blocks: list[int]) -> list[tuple[Tensor, Tensor]]:
-        """Blocks of every layer, as `[n, block_size, Hkv, D]` copies on the store's device."""
+    def export_blocks(self, blocks: list[int]) -> list[tuple[Tensor, ...]]:
+        """Blocks of every layer, as copies on the store's device: `[n, block_size, Hkv, D]` keys, values, and
+        whatever else of a block the layout keeps beside them (scales); `n` comes first in each."""
         ...
 
-    def import_blocks(self, blocks: list[int], data: list[tuple[Tensor, Tensor]]) -> None: ...
+    def import_blocks(self, blocks: list[int], data: list[tuple[Tensor, ...]]) -> None: ...
 
     def allocated_bytes(self) -> int:
         """Bytes of every tensor that the store holds."""

@@ -5,14 +5,49 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from infermix.errors import Unsupported
-from infermix.roles.kv_space import BlockMoves, KVGroup, KVShape, KVUsage
+from infermix.errors import Unsupported, UserError
+from infermix.roles.kv_space import BlockMoves, KVBudget, KVGroup, KVShape, KVUsage
 from infermix.toolkit.block_pool import BlockPool
 from infermix.toolkit.host_blocks import HostBlocks
 
 
 def bytes_per_token(groups: tuple[KVGroup, ...], element_bytes: float) -> float:
     return sum(group.bytes_per_token(element_bytes) for group in groups)
+
+
+def paged_shape(
+    groups: tuple[KVGroup, ...], budget: KVBudget, *, block_size: int, per_token: float, per_seq: int = 0
+) -> KVShape:
+    """Blocks for `max_num_seqs` sequences of `max_model_len` tokens, fewer where `max_bytes` asks for it.
+
+    `per_token`, `per_seq` are bytes; each sequence, and the sink, costs the latter besides its tokens. Raises
+    `UserError` when `max_bytes` does not hold one sequence of `max_model_len` tokens.
+    """
+    block_bytes = int(per_token * block_size)
+    blocks_each = -(-budget.max_model_len // block_size)
+    num_seqs, num_blocks = budget.max_num_seqs, blocks_each * budget.max_num_seqs
+    if budget.max_bytes is not None and block_bytes:
+        room = budget.max_bytes - per_seq - block_bytes
+        if per_seq:
+            num_seqs = max(1, min(num_seqs, (room - blocks_each * block_bytes) // per_seq))
+        num_blocks = min(num_blocks, (room - num_seqs * per_seq) // block_bytes)
+        num_seqs = min(num_seqs, max(num_blocks, 1))  # every sequence needs a block
+    if num_blocks < blocks_each:
+        raise UserError(
+            f"{budget.max_bytes} bytes of KV memory do not hold one sequence of {budget.max_model_len} tokens",
+            key="limits.kv_memory_bytes",
+            hint=f"at least {block_bytes * (blocks_each + 1) + 2 * per_seq} bytes are needed",
+        )
+    return KVShape(
+        groups=groups,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_num_seqs=num_seqs,
+        max_model_len=budget.max_model_len,
+        bytes=block_bytes * (num_blocks + 1) + per_seq * (num_seqs + 1),
+        bytes_per_token=per_token,
+        bytes_per_seq=per_seq,
+    )
 
 
 class PagedSpace:

@@ -22,7 +22,37 @@ def host_rows(batch: Batch, group: GroupBatch) -> tuple[int, ...]:
     return batch.extra["host_rows"]
 
 
-class PoolStore:
+class BlockStore:
+    """Whole-block operations over `parts`: for every layer the tensors `[num_blocks + 1, ...]` that it holds."""
+
+    def __init__(self, parts: dict[int, tuple[Tensor, ...]]) -> None:
+        self.parts = parts
+
+    def copy(self, pairs: list[tuple[int, int]]) -> None:
+        if not pairs:
+            return
+        for parts in self.parts.values():
+            for part in parts:
+                sources = torch.tensor([source for source, _ in pairs], device=part.device)
+                targets = torch.tensor([target for _, target in pairs], device=part.device)
+                part[targets] = part[sources]
+
+    def export_blocks(self, blocks: list[int]) -> list[tuple[Tensor, ...]]:
+        return [
+            tuple(part.index_select(0, torch.tensor(blocks, device=part.device)) for part in parts)
+            for parts in self.parts.values()
+        ]
+
+    def import_blocks(self, blocks: list[int], data: list[tuple[Tensor, ...]]) -> None:
+        for parts, given in zip(self.parts.values(), data, strict=True):
+            for part, new in zip(parts, given, strict=True):
+                part[torch.tensor(blocks, device=part.device)] = new.to(part)
+
+    def allocated_bytes(self) -> int:
+        return sum(part.numel() * part.element_size() for parts in self.parts.values() for part in parts)
+
+
+class PoolStore(BlockStore):
     """K `[num_blocks + 1, block_size, Hkv, Dk]` and V alike for every layer; the last block is the sink.
 
     Layers of a block table with a pool of its own have that many blocks (`KVShape.blocks_of`).
@@ -41,6 +71,7 @@ class PoolStore:
                 )
                 self._pools[layer] = pair[0], pair[1]
                 self._slots[layer] = pair[0].flatten(0, 1), pair[1].flatten(0, 1)
+        super().__init__(dict(self._pools))
 
     def _allocate(self, size: tuple[int, ...], device: torch.device | str, dtype: torch.dtype) -> Tensor:
         try:
@@ -59,38 +90,14 @@ class PoolStore:
     def view(self, layer_idx: int, batch: Batch, group: GroupBatch) -> View:
         raise NotImplementedError
 
-    def copy(self, pairs: list[tuple[int, int]]) -> None:
-        if not pairs:
-            return
-        for pools in self._pools.values():
-            for pool in pools:
-                sources = torch.tensor([source for source, _ in pairs], device=pool.device)
-                targets = torch.tensor([target for _, target in pairs], device=pool.device)
-                pool[targets] = pool[sources]
-
-    def export_blocks(self, blocks: list[int]) -> list[tuple[Tensor, Tensor]]:
-        return [
-            (keys.index_select(0, index), values.index_select(0, index))
-            for keys, values in self._pools.values()
-            for index in (torch.tensor(blocks, device=keys.device),)
-        ]
-
-    def import_blocks(self, blocks: list[int], data: list[tuple[Tensor, Tensor]]) -> None:
-        for pools, parts in zip(self._pools.values(), data, strict=True):
-            for pool, part in zip(pools, parts, strict=True):
-                pool[torch.tensor(blocks, device=pool.device)] = part.to(pool)
-
     def block_tensors(self, table: int = 0) -> list[Tensor]:
-        """Every pool of the layers whose KV group uses block table `table`."""
+        """Every tensor of the layers whose KV group uses block table `table`."""
         tables = self.shape.group_tables or (0,) * len(self.shape.groups)
         layers = [
             layer for group, used in zip(self.shape.groups, tables, strict=True) if used == table
             for layer in group.layers
         ]  # fmt: skip
-        return [pool for layer in layers for pool in self._pools[layer]]
-
-    def allocated_bytes(self) -> int:
-        return sum(part.numel() * part.element_size() for pools in self._pools.values() for part in pools)
+        return [part for layer in layers for part in self.parts[layer]]
 
 
 class PagedStore(PoolStore):

@@ -13,7 +13,7 @@ from infermix.errors import Unsupported
 from infermix.roles.attention import AttentionBackend, LayerSpec
 from infermix.roles.batch import Batch
 from infermix.roles.component import Component, meets
-from infermix.roles.kv_store import DenseView, PagedView, RaggedView, View
+from infermix.roles.kv_store import DenseView, PagedView, QuantizedPagedView, RaggedView, View
 from infermix.toolkit.conformance.batches import make_batch
 from infermix.toolkit.conformance.component import DTYPES, example_model, machine_for, usable_dtype
 from infermix.toolkit.plain_attention import plain_attention
@@ -84,6 +84,8 @@ def check_case(backend: AttentionBackend, case: Any, view_name: str, block_size:
         f"{type(backend).__name__}, {view_name} view, block size {block_size}, queries {case.query_lens}, "
         f"contexts {case.context_lens}, {case.layer}"
     )
+    if view_name == "quantized":
+        case = replace(case, keys=list(map(_rounded, case.keys)), values=list(map(_rounded, case.values)))
     expected = reference_attention(case)
     view, batch = _pack(case, view_name, block_size, captured=False)
     compare(backend.forward(case.q, view, batch, case.layer), expected, label)
@@ -139,6 +141,8 @@ def _views(needs: frozenset[str], block_sizes: Sequence[int]) -> Iterator[tuple[
         yield "dense", 1
     if accepted & {"view:paged", "view:dense"}:
         yield from (("paged", size) for size in block_sizes)
+    if accepted & {"view:quantized", "view:dense"}:
+        yield from (("quantized", size) for size in block_sizes)
 
 
 def _draw(
@@ -167,10 +171,11 @@ def _draw(
 def _pack(case: _Case, view_name: str, block_size: int, captured: bool, padding: int = 0) -> tuple[View, Batch]:
     """The view, NaN wherever nothing was written, and its batch with `padding` empty rows behind."""
     capacity = case.capacity
-    size = block_size if view_name == "paged" else capacity
+    paged = view_name in ("paged", "quantized")
+    size = block_size if paged else capacity
     width = -(-capacity // size)
     rows = len(case.query_lens) + padding
-    tables = _tables(rows, width) if view_name == "paged" else [[row] for row in range(rows)]
+    tables = _tables(rows, width) if paged else [[row] for row in range(rows)]
     used = [table[: -(-context // size)] for table, context in zip(tables, case.context_lens, strict=False)]
     batch = make_batch(
         (*case.query_lens, *[case.query_lens[0]] * padding),
@@ -185,6 +190,11 @@ def _pack(case: _Case, view_name: str, block_size: int, captured: bool, padding:
     )
     if view_name == "ragged":
         return RaggedView(list(case.keys), list(case.values)), batch
+    if view_name == "quantized":
+        quantized = [_fill_quantized(parts, tables, size, rows * width + 1) for parts in (case.keys, case.values)]
+        (keys, key_scales), (values, value_scales) = quantized
+        tables_of = batch.groups[0].block_tables
+        return QuantizedPagedView(keys, values, key_scales, value_scales, tables_of, case.q.dtype), batch
     pools = [_fill(parts, tables, size, rows * width + 1) for parts in (case.keys, case.values)]
     if view_name == "dense":
         return DenseView(pools[0][:rows], pools[1][:rows]), batch
@@ -202,6 +212,28 @@ def _fill(parts: list[Tensor], tables: list[list[int]], block_size: int, num_blo
         for index, piece in enumerate(part.split(block_size)):
             pool[table[index], : piece.shape[0]] = piece
     return pool
+
+
+def _quantized(part: Tensor) -> tuple[Tensor, Tensor]:
+    """`[c, Hkv, D]` -> int8 and scales `[c, Hkv]`."""
+    scales = part.float().abs().amax(-1) / 127
+    return (part / scales[..., None]).round().to(torch.int8), scales
+
+
+def _rounded(part: Tensor) -> Tensor:
+    """What is left of keys or values in int8, in fp32."""
+    numbers, scales = _quantized(part)
+    return numbers * scales[..., None]
+
+
+def _fill_quantized(
+    parts: list[Tensor], tables: list[list[int]], block_size: int, num_blocks: int
+) -> tuple[Tensor, Tensor]:
+    """A pool of int8 and its scales `[num_blocks, Hkv, block_size]`, NaN where nothing was written."""
+    quantized = [_quantized(part) for part in parts]
+    scales = _fill([scale for _, scale in quantized], tables, block_size, num_blocks)
+    pool = _fill([numbers.float() for numbers, _ in quantized], tables, block_size, num_blocks)
+    return pool.nan_to_num(99).to(torch.int8), scales.transpose(1, 2).contiguous()
 
 
 def _check_captured(

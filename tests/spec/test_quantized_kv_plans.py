@@ -1,0 +1,85 @@
+"""What a plan says about quantized KV: memory from the layout that allocates, and every fault that options show."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from infermix.compose import CellPlan, compose
+from infermix.errors import UserError
+from infermix.plugins import load_catalogue
+from infermix.roles.facts import MachineFacts
+from infermix.spec.load import load_experiment
+
+H200 = MachineFacts("cuda", "NVIDIA H200", 141 << 30, 132, compute_capability=90)
+TEXT = (
+    'model: {{source: "shape:llama-3-8b", weights: dummy}}\ndtype: bfloat16\n'
+    "workload: {{use: synthetic, num_requests: 8, input_tokens: 1024, output_tokens: 64, concurrency: 8}}\n"
+    "parts: {{kv: {kv}, attention: sdpa}}\n"
+)
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Callable[..., CellPlan]:
+    def of(kv: str, machine: MachineFacts = H200) -> CellPlan:
+        path = tmp_path / "x.yaml"
+        path.write_text(TEXT.format(kv=kv), encoding="utf-8")
+        (only,) = compose(load_experiment(str(path)), load_catalogue(), machine=machine)
+        return only
+
+    return of
+
+
+def test_memory_is_that_of_the_layout(plan: Any) -> None:
+    taken = {
+        kv: plan(kv).memory.kv_bytes
+        for kv in ("paged", "quantized", "{use: quantized, dtype: fp8}", "kivi", "{use: kivi, bits: 2}")
+    }
+    share = {kv: size / taken["paged"] for kv, size in taken.items()}
+    assert share["quantized"] == share["{use: quantized, dtype: fp8}"] == pytest.approx(264 / 512)
+    assert 0.3125 < share["kivi"] < 0.3125 + 129 / 1088 * 9 / 8
+    assert 0.1875 < share["{use: kivi, bits: 2}"] < share["kivi"]
+
+
+def test_group_sizes_that_do_not_divide_a_head(plan: Any) -> None:
+    cell = plan("{use: kivi, group_size: 48, block_size: 48, residual_length: 96}")
+    assert not cell.runs
+    (reason,) = cell.reasons
+    assert reason.startswith("group_size 48 of kv 'kivi' does not divide the 128 channels of a value head (sizes")
+
+
+def test_fp8_on_an_old_device(plan: Any) -> None:
+    cell = plan("{use: quantized, dtype: fp8}", replace(H200, name="NVIDIA A100", compute_capability=80))
+    assert cell.reasons == ("kv 'quantized' needs sm:89, this cell runs on cuda (NVIDIA A100)",)
+
+
+@pytest.mark.parametrize(
+    ("kv", "message"),
+    [
+        ("{use: kivi, residual_length: 40}", "residual_length 40 is too small"),
+        ("{use: kivi, block_size: 16}", "block_size 16 is not a multiple of group_size 32"),
+        ("{use: quantized, dtype: int3}", "dtype"),
+        ("{use: kivi, bits: 3}", "bits"),
+    ],
+)
+def test_options_are_faults_of_the_file(plan: Any, kv: str, message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        plan(kv)
+    assert "x.yaml:4" in str(caught.value)
+
+
+def test_more_drafts_than_the_tail_takes_back() -> None:
+    from infermix.fitting import _draft_problems
+    from infermix.roles.component import Choice, Role
+    from infermix.roles.kv_space import KVBudget, KVGroup
+
+    registered = load_catalogue().find(Role.KV, "kivi")
+    kv = Choice(registered, registered.component.options())
+    shape = registered.component.build(kv.options, None).shape((KVGroup((0,), 1, 32, 32),), KVBudget(1, 64, 2))
+    assert list(_draft_problems(kv, shape, 32)) == []
+    assert list(_draft_problems(kv, shape, 33)) == [
+        "kv 'kivi' can take back 32 tokens of a sequence, the decoder drafts 33"
+    ]
