@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from infermix.commands.arguments import parse_options
 from infermix.cost.kv import kv_groups
 from infermix.cost.machine import machine_facts
 from infermix.cost.model_facts import read_model_facts
@@ -237,11 +238,13 @@ def _facts() -> Any:
 
 
 def _engine(layout: str) -> Any:
+    """`layout` as `NAME:OPTION=VALUE,...`."""
     catalogue = load_catalogue()
 
-    def choose(role: Role, name: str) -> Choice:
+    def choose(role: Role, text: str) -> Choice:
+        name, _, options = text.partition(":")
         registered = catalogue.find(role, name)
-        return Choice(registered, registered.component.options())
+        return Choice(registered, registered.component.options(**parse_options(options, "--prefix-layout")))
 
     names = {**DEFAULT_PARTS, "attention": "triton", "kv": layout}
     context = EngineContext(
@@ -263,7 +266,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
-    parser.add_argument("--prefix-layout", default="prefix", help="a registered layout that shares cached prefixes")
+    parser.add_argument("--prefix-layout", default="paged:prefix_cache=radix", help="NAME:OPTION=VALUE,...")
     args = parser.parse_args()
     ceilings = copies()
     found: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "ceilings": ceilings}
