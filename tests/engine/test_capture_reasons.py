@@ -1,0 +1,86 @@
+"""Why steps are not captured: said before anything is, or when the model itself waits for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from infermix.engine import capture
+from infermix.plugins import Catalogue
+from infermix.roles.component import Choice, Role
+from infermix.roles.facts import MachineFacts
+from infermix.toolkit.conformance.component import example_model
+
+H200 = MachineFacts("cuda", "NVIDIA H200", 141 << 30, 132, compute_capability=90)
+
+
+def assembly(catalogue: Catalogue, attention: str = "triton", kv: str = "paged", **options: Any) -> Any:
+    def chosen(role: Role, name: str) -> Choice:
+        registered = catalogue.find(role, name)
+        return Choice(registered, registered.component.options())
+
+    parts = {Role.ATTENTION: chosen(Role.ATTENTION, attention), Role.KV: chosen(Role.KV, kv)}
+    return SimpleNamespace(
+        device=torch.device("cuda"),
+        options=SimpleNamespace(**{"graphs": "auto", "mixed_graph_tokens": None, **options}),
+        context=SimpleNamespace(
+            parts=parts, transforms=(), facts=example_model(), machine=H200, progress=lambda phase, fraction: None
+        ),
+    )
+
+
+def mixed_reason(build: Any, max_tokens: int = 64, fixed_rows: bool = False) -> str | None:
+    space: Any = SimpleNamespace(fixed_rows=fixed_rows)
+    return capture._why_no_mixed(build, space, max_tokens)
+
+
+def test_triton_attention_over_blocks_is_captured_at_any_lengths(catalogue: Catalogue) -> None:
+    build = assembly(catalogue)
+    assert capture.why_not_captured(build, recompute=False) is None
+    assert mixed_reason(build) is None
+
+
+@pytest.mark.parametrize(
+    ("parts", "given", "reason"),
+    [
+        ({"attention": "sdpa"}, {}, "attention 'sdpa' needs query lengths on the host"),
+        ({"kv": "dense"}, {}, "kv 'dense' needs query lengths on the host"),
+        ({}, {"fixed_rows": True}, "a fixed row of a captured batch"),
+        ({}, {"max_tokens": 8}, "the device takes longer for 16 tokens"),
+        ({"mixed_graph_tokens": 0}, {"max_tokens": 0}, "switched off by the experiment"),
+    ],
+    ids=["attention", "layout", "fixed rows", "large model", "off"],
+)
+def test_mixed_steps_run_eagerly_for_a_reason(
+    catalogue: Catalogue, parts: dict[str, Any], given: dict[str, Any], reason: str
+) -> None:
+    assert reason in (mixed_reason(assembly(catalogue, **parts), **given) or "")
+
+
+class Failing:
+    """Graphs whose second step fails."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def capture_all(self) -> Iterator[float]:
+        yield 0.5
+        raise self._error
+
+
+def test_a_model_that_waits_for_the_device_runs_eagerly_and_says_so(
+    catalogue: Catalogue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    graphs: Any = Failing(RuntimeError("called a synchronizing CUDA operation\nmore"))
+    reason = capture._captured_all(assembly(catalogue), "capture", graphs)
+    assert reason == "the model cannot be captured: called a synchronizing CUDA operation"
+
+
+def test_running_out_of_memory_is_no_such_reason(catalogue: Catalogue) -> None:
+    graphs: Any = Failing(torch.OutOfMemoryError("out of memory"))
+    with pytest.raises(torch.OutOfMemoryError):
+        capture._captured_all(assembly(catalogue), "capture", graphs)
