@@ -226,7 +226,8 @@ def attend_quantized(
         pointers = tile_pointers(
             values, ids, start, stride_vb, stride_vt, PAD_V // 4, BLOCK_N, BLOCK_SIZE, ADDRESSING, WIDE
         )
-        words = load_tile(pointers, inside, DV // 4, PAD_V // 4, True)
+        # Beyond the context weights are zeros, and every int8 is a finite number; an fp8 may be NaN.
+        words = load_tile(pointers, inside, DV // 4, PAD_V // 4, FORMAT != INT8 or ADDRESSING == DENSE)
         if NARROW:
             first, second = pairs_of(words, FORMAT, NATIVE)
             v0, v1 = halves(first, BIAS)

@@ -126,7 +126,8 @@ def axes(shape: ShapeClass) -> dict[str, tuple[Any, ...]]:
         "num_stages": (2, 3, 4, 5),
     }
     if shape.kernel == "split":
-        return {**varied, "programs_per_sm": (1, 2, 4, 8)}
+        limits = {"max_registers": (0, 128, 168, 200)} if shape.kv_bytes == 1 else {}
+        return {**varied, **limits, "programs_per_sm": (1, 2, 4, 8, 16)}
     if shape.kv_bytes == 2:
         varied["described"] = (False, True)
     return {"block_rows": (64, 128), **varied, "max_registers": (0, 128)}

@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 from infermix_kernels.attention import Workspace, paged_attention
-from infermix_kernels.launch import LaunchTable
+from infermix_kernels.launch import Launch, LaunchTable
 from infermix_kernels.reference.attention import paged_attention as reference_attention
 from kernel_timing import COLD_BYTES, DEVICE, DTYPE, GPU, Ceilings, Goal, Sheet, graph_seconds, relative_error
 from torch import Tensor
@@ -42,7 +42,9 @@ class Paged:
         parts = (self.keys, self.values, *self.scales)
         return sum(part.numel() * part.element_size() for part in parts if part is not None)
 
-    def ours(self, workspace: Workspace | None, launches: LaunchTable | None = None) -> Tensor:
+    def ours(
+        self, workspace: Workspace | None, launches: LaunchTable | None = None, launch: Launch | None = None
+    ) -> Tensor:
         return paged_attention(
             self.q,
             self.keys,
@@ -58,6 +60,7 @@ class Paged:
             out=torch.empty_like(self.q),
             workspace=workspace,
             launches=launches,
+            launch=launch,
         )
 
     def error(self, out: Tensor) -> float:
@@ -230,8 +233,32 @@ def quantized_rows(sheet: Sheet, limits: Ceilings, launches: LaunchTable | None)
     for block in BLOCKS if any(sheet.wants(row) for row in rows) else ():
         plain = graph_seconds([partial(make(batch, 1, context, block).ours, Workspace.allocate(DEVICE))])
         for row, kv in rows.items():
-            for label, calls, ours in _our_ways(block, launches):
+            for label, calls, ours in [*_our_ways(block, launches), *_other_launches(block)]:
                 sheet.add(row, label, goal, partial(_times_faster, calls, block, kv, plain), ours=ours)
+
+
+def _other_launches(block: int) -> list[Contender]:
+    """Launches beside the default one: rows, tokens, warps, stages, programs a multiprocessor, registers."""
+    if block != BLOCKS[0] or not GPU:
+        return []
+    workspace = Workspace.allocate(DEVICE)
+    return [
+        (f"ours {'/'.join(map(str, each))}", partial(_launched, workspace, Launch(*each)), True)
+        for each in (
+            (16, 64, 2, 3, 4, 200),
+            (16, 64, 2, 4, 4, 200),
+            (16, 64, 2, 3, 8, 0),
+            (16, 64, 2, 3, 16, 200),
+            (16, 64, 4, 3, 4, 0),
+            (16, 128, 4, 3, 4, 0),
+            (16, 128, 4, 2, 4, 128),
+            (16, 32, 2, 5, 4, 0),
+        )
+    ]
+
+
+def _launched(workspace: Workspace, launch: Launch, work: Paged) -> Callable[[], Tensor]:
+    return partial(work.ours, workspace, None, launch)
 
 
 def _times_faster(
