@@ -31,6 +31,16 @@ GROUP = 128
 _CHECKED = 32
 W4_GOALS = {1: (62.0, 45.0), 8: (66.0, 50.0), 64: (118.0, 95.0), 512: (320.0, 290.0)}
 W8_GOALS = {1: (80.0, 60.0), 8: (None, None), 64: (88.0, 80.0), 512: (182.0, 165.0)}
+#: Launches of many rows of 8 bits beside the default ones.
+BYTE_TILES = (
+    MatmulLaunch(128, 256, 128, 1, 8, 3, swap=False, descriptors=True),
+    MatmulLaunch(128, 256, 128, 1, 8, 4, swap=False, descriptors=True),
+    MatmulLaunch(128, 128, 128, 1, 8, 4, swap=False, descriptors=True),
+    MatmulLaunch(128, 128, 128, 1, 4, 4, swap=False, descriptors=True),
+    MatmulLaunch(256, 128, 128, 1, 8, 3, swap=False, descriptors=True),
+    MatmulLaunch(128, 128, 256, 1, 8, 3, swap=False, descriptors=True),
+    MatmulLaunch(128, 256, 128, 1, 8, 3, swap=False),
+)
 SIZES = (1, 8, 64, 512) if GPU else (1, 20)
 
 Linear = Callable[[Tensor], Tensor]
@@ -231,6 +241,10 @@ def _w8a8(sheet: Sheet, name: str, kind: torch.dtype, rows: int, table: MatmulTa
         contenders.append(("ours, quantized inside", partial(_our_w8, inside), True))
     if table is not None:
         contenders.append(("ours tuned", partial(_our_w8, {**options, "launches": table}), True))
+    for each in BYTE_TILES if rows > 64 else ():
+        label = f"ours {each.block_m}x{each.block_n}x{each.block_k} {each.num_warps}w {each.num_stages}s"
+        made = partial(_our_w8, {**options, "launch": each})
+        contenders.append((label + (" tma" if each.descriptors else ""), made, True))
     contenders.append(("vLLM CUTLASS", _cutlass, False))
     for label, make, ours in contenders:
         sheet.add(row, label, goal, partial(measure, weights, rows, make), ours=ours)
