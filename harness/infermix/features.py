@@ -19,6 +19,10 @@ _PROVIDERS = {
 }
 
 
+#: Why a model asks for a feature of the KV layout.
+_LAYOUT_HINTS = {"kv:state": " (a layout that keeps the states of its recurrent layers)"}
+
+
 @dataclass(frozen=True)
 class Match:
     """The outcome: one sentence per problem, and feature -> adapter for what goes through one."""
@@ -74,7 +78,8 @@ class _Rules:
         everyone = (*choices.values(), *transforms)
         parts = frozenset[str]().union(*(self._evaluate(choice, "provides") for choice in everyone))
         hardware = {name for name in machine.provides if not name.startswith("dtype:")}
-        self._provided = parts | hardware | limits | {f"dtype:{model.dtype}"}
+        offered = {name for name in model.features if name.startswith("model:")}
+        self._provided = parts | hardware | limits | offered | {f"dtype:{model.dtype}"}
         self._adapters: dict[str, str] = {}
         for choice in everyone:
             self._adapters.update(self._evaluate(choice, "adapters"))
@@ -100,6 +105,7 @@ class _Rules:
         """What the model and the dtype ask of the attention backend and the machine."""
         if f"dtype:{self._model.dtype}" not in self._machine.provides:
             yield f"{self._machine.name} does not compute in {self._model.dtype}"
+        yield from self._layout_problems()
         attention = self._choices.get(Role.ATTENTION)
         if attention is None:
             return
@@ -108,6 +114,17 @@ class _Rules:
             if not meets(need, provided):
                 title = _title(Role.ATTENTION, attention)
                 yield f"the model needs {need}, which {title} does not provide"
+
+    def _layout_problems(self) -> Iterator[str]:
+        """What the model asks of the KV layout, where the engine takes one."""
+        kv = self._choices.get(Role.KV)
+        if kv is None:
+            return
+        provided = self._evaluate(kv, "provides")
+        for need in sorted(name for name in self._model.features if name.startswith("kv:")):
+            if not meets(need, provided):
+                why = _LAYOUT_HINTS.get(need, "")
+                yield f"the model needs {need}{why}, which {_title(Role.KV, kv)} does not provide"
 
     def _absence(self, need: str) -> str:
         prefix = need.partition(":")[0]
@@ -118,6 +135,8 @@ class _Rules:
             return "which this experiment does not set"
         if prefix == "dtype":
             return f"this cell computes in {self._model.dtype}"
+        if prefix == "model":
+            return f"which {self._model.model_type} models do not have"
         if choice is not None and prefix in _PROVIDERS:
             return f"which {_title(_PROVIDERS[prefix], choice)} does not provide"
         return "which nothing in this cell provides"

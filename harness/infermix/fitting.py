@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from infermix.cost.kv import kv_groups
+from infermix.cost.kv import kv_groups, layer_states, stored_groups
 from infermix.cost.kv_capacity import kv_limit, kv_room, sequences_that_fit
 from infermix.cost.memory import USABLE_SHARE, MemoryPrediction, fits, predict_memory
 from infermix.errors import UserError
@@ -144,9 +144,10 @@ class Fitter:
     ) -> int | None:
         if kv is None or demand.layout is None:
             return None
-        budget = KVBudget(1, demand.length, facts.dtype_bytes)
+        layout = self._layout(demand.layout, kv)
+        budget = KVBudget(1, demand.length, facts.dtype_bytes, states=layer_states(facts))
         room = kv_room(machine, memory, demand.limits.kv_memory_bytes, demand.limits.kv_memory_fraction)
-        return sequences_that_fit(self._layout(demand.layout, kv), kv_groups(facts), budget, room)
+        return sequences_that_fit(layout, stored_groups(facts, layout), budget, room)
 
     def _layout(self, key: tuple[str, bytes], kv: Choice) -> KVLayout:
         if key not in self._layouts:
@@ -157,16 +158,16 @@ class Fitter:
         self, demand: _Demand, kv: Choice | None, facts: ModelFacts, machine: MachineFacts, memory: MemoryPrediction
     ) -> tuple[int, tuple[str, ...]]:
         """Bytes that the KV takes, and what the layout cannot do for the decoder."""
-        groups = kv_groups(facts)
         if kv is None or demand.layout is None:  # an engine with a cache of its own: what its tokens take
-            each = sum(group.bytes_per_token(facts.dtype_bytes) for group in groups)
+            each = sum(group.bytes_per_token(facts.dtype_bytes) for group in kv_groups(facts))
             if demand.fills_memory:
                 return max(_filled(demand.limits, machine, memory), round(each * demand.length)), ()
             return round(each * demand.length * demand.count), ()
         limits = demand.limits
         most = kv_limit(machine, memory, limits.kv_memory_bytes, limits.kv_memory_fraction)
-        budget = KVBudget(demand.count, demand.length, facts.dtype_bytes, most)
-        shape = self._layout(demand.layout, kv).shape(groups, budget)
+        budget = KVBudget(demand.count, demand.length, facts.dtype_bytes, most, states=layer_states(facts))
+        layout = self._layout(demand.layout, kv)
+        shape = layout.shape(stored_groups(facts, layout), budget)
         return shape.bytes, tuple(_draft_problems(kv, shape, demand.num_draft_tokens))
 
 

@@ -50,7 +50,7 @@ class ConcatStore:
                 if source in held:
                     held[target] = held[source]
 
-    def export_blocks(self, blocks: list[int]) -> list[tuple[Tensor, Tensor]]:
+    def export_blocks(self, blocks: list[int]) -> list[tuple[Tensor, ...]]:
         return [self._export(layer, blocks) for layer in self._held]
 
     def _export(self, layer_idx: int, blocks: list[int]) -> tuple[Tensor, Tensor]:
@@ -62,7 +62,7 @@ class ConcatStore:
                 target[index, : source.shape[0]] = source
         return keys, values
 
-    def import_blocks(self, blocks: list[int], data: list[tuple[Tensor, Tensor]]) -> None:
+    def import_blocks(self, blocks: list[int], data: list[tuple[Tensor, ...]]) -> None:
         for held, (keys, values) in zip(self._held.values(), data, strict=True):
             for index, block in enumerate(blocks):
                 held[block] = keys[index].clone(), values[index].clone()

@@ -51,10 +51,10 @@ class RecomputeStore:
     def copy(self, pairs: list[tuple[int, int]]) -> None:
         """Nothing is kept, so there is nothing to copy."""
 
-    def export_blocks(self, blocks: list[int]) -> list[tuple[Tensor, Tensor]]:
+    def export_blocks(self, blocks: list[int]) -> list[tuple[Tensor, ...]]:
         return []
 
-    def import_blocks(self, blocks: list[int], data: list[tuple[Tensor, Tensor]]) -> None:
+    def import_blocks(self, blocks: list[int], data: list[tuple[Tensor, ...]]) -> None:
         assert not data
 
     def allocated_bytes(self) -> int:

@@ -120,7 +120,10 @@ def read_batched(view: View, batch: Batch, layer: LayerSpec, rows: int, capacity
     slots = once_per_forward(
         batch, layer, ("slots", layer.group, rows, capacity), lambda: _slots(view, batch, rows, capacity)
     )
-    return _take(view.keys, slots, rows), _take(view.values, slots, rows)
+    keys = _take(view.keys, slots, rows)
+    if view.values.data_ptr() == view.keys.data_ptr():  # a latent view: the values lie inside the keys
+        return keys, keys[..., : view.values.shape[-1]]
+    return keys, _take(view.values, slots, rows)
 
 
 def _within_context(view: Any, batch: Batch, layer: LayerSpec, rows: int, capacity: int) -> tuple[Tensor, Tensor]:

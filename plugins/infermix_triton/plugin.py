@@ -68,10 +68,12 @@ def _attention_needs(options: AttentionOptions, model: ModelFacts, machine: Mach
 
 
 def _attention_provides(options: AttentionOptions, model: ModelFacts, machine: MachineFacts) -> Features:
-    """Any head dimension up to 256, of keys and of values."""
+    """Any head dimension up to 256, of keys and of values, also of the compressed rows of MLA."""
     layers = [layer for layer in model.layers if layer.kind == "attention"]
     too_wide = {layer.key_dim for layer in layers if max(layer.key_dim, layer.value_dim) > _MAX_HEAD_DIM}
-    dims = {*_HEAD_DIMS, *(layer.key_dim for layer in layers)} - too_wide
+    rows = {layer.latent_dim + layer.rope_dim for layer in layers}
+    dims = {*_HEAD_DIMS, *(layer.key_dim for layer in layers), *(dim for dim in rows if dim <= _MAX_HEAD_DIM)}
+    dims -= too_wide
     features = {"attn:sliding_window", "attn:softcap", "attn:sinks", *(f"head_dim:{dim}" for dim in dims)}
     features.add("graph:no" if options.check_block_tables else "graph:mixed")
     return frozenset(features)

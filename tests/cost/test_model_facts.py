@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from infermix.cost.architectures import ARCHITECTURES, missing_keys
 from infermix.cost.config_probe import probe_config
-from infermix.cost.kv import kv_groups
+from infermix.cost.kv import kv_groups, latent_groups, layer_states, state_bytes_per_seq
 from infermix.cost.layers import probed_layers
 from infermix.cost.model_facts import read_model_facts
 from infermix.cost.tensors import matrix_kind
 from infermix.errors import UserError
-from infermix.roles.facts import ModelFacts, ResolvedSource
+from infermix.roles.facts import ModelFacts, ResolvedSource, StateTensor
 
 SMALL: dict[str, Any] = {
     "vocab_size": 96,
@@ -190,11 +190,48 @@ def test_a_family_without_rules_is_traced() -> None:
 
 
 def test_refused_families_say_why() -> None:
-    facts = facts_of({"model_type": "mamba", "num_hidden_layers": 2, "hidden_size": 32})
+    facts = facts_of({**SMALL, "model_type": "bloom"})
     assert facts.refusal is not None
-    assert facts.refusal.startswith("mamba")
+    assert facts.refusal.startswith("bloom")
+
+
+def test_recurrent_layers_tell_what_they_keep() -> None:
+    """Mamba, 2 x 32 channels: the last 4 inputs of the convolution and 16 states of each, per sequence."""
+    facts = facts_of({"model_type": "mamba", "num_hidden_layers": 2, "hidden_size": 32})
+    assert facts.refusal is None
+    assert facts.features == {"model:state", "kv:state"}
     assert [layer.kind for layer in facts.layers] == ["recurrent", "recurrent"]
     assert kv_groups(facts) == ()
+    for layer in facts.layers:
+        conv, recurrent = layer.states
+        assert (conv, recurrent.shape) == (StateTensor("conv0", (64, 4)), (64, 16))
+    assert state_bytes_per_seq(facts) == 2 * 64 * (4 + 16) * 4
+
+
+def test_hybrids_have_groups_and_states() -> None:
+    kinds = ["linear_attention", "full_attention"] * 3
+    linear = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    linear |= {"linear_key_head_dim": 8, "linear_value_head_dim": 16, "linear_conv_kernel_dim": 3}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    config = {**SMALL, **linear, **experts, "model_type": "qwen3_next", "layer_types": kinds, "head_dim": 16}
+    facts = facts_of({**config, "shared_expert_intermediate_size": 32})
+    assert [bool(layer.states) for layer in facts.layers] == [True, False] * 3
+    (group,) = kv_groups(facts)
+    assert group.layers == (1, 3, 5)
+    conv, recurrent = layer_states(facts)[0].tensors
+    # queries and keys of 2 heads of 8, values of 4 heads of 16; one 8 x 16 matrix per value head
+    assert (conv.shape, recurrent.shape) == ((2 * 2 * 8 + 4 * 16, 3), (4, 8, 16))
+    assert state_bytes_per_seq(facts) == 3 * (96 * 3 + 4 * 8 * 16) * 4
+
+
+def test_latents_stand_beside_the_expanded_groups() -> None:
+    facts = facts_of(full_config({"model_type": "deepseek_v3", **LATENT}))
+    (group,) = latent_groups(facts)
+    width = LATENT["kv_lora_rank"] + LATENT["qk_rope_head_dim"]
+    assert (group.num_kv_heads, group.key_dim, group.value_dim) == (1, width, LATENT["kv_lora_rank"])
+    assert group.bytes_per_token(2) == 6 * width * 2
+    assert "model:latent" in facts.features
+    assert latent_groups(facts_of(full_config({"model_type": "llama"}))) == ()
 
 
 def test_a_config_that_nobody_builds() -> None:

@@ -23,11 +23,14 @@ TOLERANCE = 1e-4
 ALL_ROWS = 10**6
 
 
-def layout(name: str) -> Any:
+def layout(name: str | Any) -> Any:
+    """A reference layout by name; a layout object as it is."""
+    if not isinstance(name, str):
+        return name
     return {"paged": PagedLayout(4), "dense": DenseLayout(), "none": RecomputeLayout()}[name]
 
 
-def packed_error(joint: Joint, attention: Any, layout_name: str, lengths: tuple[int, ...] = LENGTHS) -> float:
+def packed_error(joint: Joint, attention: Any, layout_name: str | Any, lengths: tuple[int, ...] = LENGTHS) -> float:
     """Relative error over every row of several sequences that join, are chunked, decode and finish."""
     sequences = random_sequences(lengths, VOCAB, seed=3)
     packed = packed_logits(

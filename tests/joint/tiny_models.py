@@ -73,6 +73,51 @@ _SMALL: dict[str, Any] = {
     "eos_token_id": 2,
 }
 
+#: Families with recurrent layers: small states, chunks shorter than the sequences, attention in every second layer.
+_ALTERNATING = ["linear_attention", "full_attention"] * 2
+_MAMBA_HEADS = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_chunk_size": 4}
+_DELTA_NET = {
+    "layer_types": _ALTERNATING,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+}
+_RECURRENT: dict[str, dict[str, Any]] = {
+    "mamba": {"state_size": 8, "time_step_rank": 4},
+    "falcon_mamba": {"state_size": 8, "time_step_rank": 4},
+    "mamba2": {"state_size": 8, "num_heads": 8, "n_groups": 2, "chunk_size": 4},
+    "jamba": {
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "expert_layer_period": 2,
+        "expert_layer_offset": 0,
+        "mamba_d_state": 8,
+        "use_mamba_kernels": False,
+    },
+    "bamba": {"attn_layer_indices": [1, 3], **_MAMBA_HEADS},
+    "granitemoehybrid": {"layer_types": _ALTERNATING, **_MAMBA_HEADS},
+    "falcon_h1": {"mamba_d_ssm": 128, **_MAMBA_HEADS},
+    "nemotron_h": {
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 8,
+        "n_groups": 2,
+        "chunk_size": 4,
+        "sliding_window": None,
+        "moe_shared_expert_intermediate_size": 32,
+        "use_mamba_kernels": False,
+    },
+    "qwen3_next": _DELTA_NET,
+    "qwen3_5_text": _DELTA_NET,
+    "qwen3_5_moe_text": _DELTA_NET,
+    "olmo_hybrid": {**_DELTA_NET, "linear_num_key_heads": 4},
+    "kimi_linear": {"layer_types": _ALTERNATING, "linear_head_dim": 16, "linear_num_heads": 4},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2, "block_multiple_of": 32},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1},
+    "rwkv": {"rescale_every": 2, "context_length": 128},
+}
+
 #: What single families need beyond that.
 _SPECIAL: dict[str, dict[str, Any]] = {
     # by default only one layer in six is a full one
@@ -90,6 +135,7 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     # their windows are applied in the mask alone and refused: see test_refusals
     "phimoe": {"sliding_window": None},
     "qwen2_moe": {"use_sliding_window": False},
+    **_RECURRENT,
 }
 
 

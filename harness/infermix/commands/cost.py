@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from infermix.commands.arguments import add_model_arguments, context_tokens, parse_options, rate
 from infermix.cost.estimate import Estimate, Setting, estimate
-from infermix.cost.kv import kv_bytes_per_token, kv_groups
+from infermix.cost.kv import kv_bytes_per_token, kv_groups, layer_states, stored_groups
 from infermix.cost.machine import machine_facts
 from infermix.cost.model_facts import read_model_facts
 from infermix.cost.roofline import PhaseCost
@@ -103,7 +103,8 @@ def _with_parts(setting: Setting, texts: Iterable[str], facts: ModelFacts) -> Se
 
 def _with_layout(parts: _Parts, layout: Any, setting: Setting, facts: ModelFacts) -> _Parts:
     """What the layout stores per value, scales included, and whether it stores anything."""
-    shape = layout.shape(kv_groups(facts), KVBudget(setting.batch, setting.context, facts.dtype_bytes))
+    budget = KVBudget(setting.batch, setting.context, facts.dtype_bytes, states=layer_states(facts))
+    shape = layout.shape(stored_groups(facts, layout), budget)
     if layout.space(shape).recompute:
         return replace(parts, cached=False)
     values = kv_bytes_per_token(facts, 1.0)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from infermix.commands.arguments import add_model_arguments, context_tokens, parse_options, rate
-from infermix.cost.kv import kv_groups
+from infermix.cost.kv import layer_states, stored_groups
 from infermix.cost.kv_capacity import kv_room, sequences_that_fit
 from infermix.cost.machine import machine_facts
 from infermix.cost.memory import predict_memory
@@ -21,7 +21,7 @@ from infermix.plugins import Catalogue, load_catalogue
 from infermix.report.render import MISSING, size
 from infermix.roles.component import Component, Registered, Role, meets
 from infermix.roles.facts import MachineFacts, ModelFacts
-from infermix.roles.kv_space import KVBudget, KVGroup, KVLayout
+from infermix.roles.kv_space import KVBudget, KVLayout
 from infermix.spec.experiment import ModelSource
 from infermix.spec.validate import Report, check_struct
 
@@ -59,7 +59,6 @@ class _Question:
 
     facts: ModelFacts
     machine: MachineFacts
-    groups: tuple[KVGroup, ...]
     context: int
     batch: int
     room_bytes: int
@@ -105,7 +104,7 @@ def _question(args: argparse.Namespace, facts: ModelFacts) -> _Question:
         machine = replace(machine, memory_bytes=round(args.memory_gb * 1e9))
     others = predict_memory(facts, None, device=machine.device, max_num_seqs=args.batch)
     room = kv_room(machine, others, None, args.kv_memory_fraction)
-    return _Question(facts, machine, kv_groups(facts), context_tokens(args, facts), args.batch, room)
+    return _Question(facts, machine, context_tokens(args, facts), args.batch, room)
 
 
 def _chosen(texts: Iterable[str]) -> Iterator[tuple[str, Registered, Any]]:
@@ -153,22 +152,29 @@ def _unmet(component: Component, options: Any, question: _Question) -> str | Non
     provided = machine.provides | facts.features | {f"dtype:{facts.dtype}"}
     needs = component.needs(options, facts, machine)
     unmet = [need for need in sorted(needs) if need.partition(":")[0] in _JUDGED and not meets(need, provided)]
-    return f"needs {', '.join(unmet)}" if unmet else None
+    if unmet:
+        return f"needs {', '.join(unmet)}"
+    offered = component.provides(options, facts, machine)
+    asked = [name for name in sorted(facts.features) if name.startswith("kv:") and not meets(name, offered)]
+    return f"does not provide {', '.join(asked)}, which this model needs" if asked else None
 
 
 def _measured(label: str, lossless: bool, layout: KVLayout, question: _Question) -> Row:
+    facts = question.facts
+    groups = stored_groups(facts, layout)
+    budget = KVBudget(1, question.context, facts.dtype_bytes, states=layer_states(facts))
+
     def shape(count: int) -> Any:
-        return layout.shape(question.groups, KVBudget(count, question.context, question.facts.dtype_bytes))
+        return layout.shape(groups, replace(budget, max_num_seqs=count))
 
     batch = shape(question.batch)
-    budget = KVBudget(1, question.context, question.facts.dtype_bytes)
     return Row(
         layout=label,
         lossless=lossless,
         bytes_per_token=batch.bytes_per_token,
         bytes_per_sequence=shape(2).bytes - shape(1).bytes,
         batch_bytes=batch.bytes,
-        sequences_that_fit=sequences_that_fit(layout, question.groups, budget, question.room_bytes),
+        sequences_that_fit=sequences_that_fit(layout, groups, budget, question.room_bytes),
     )
 
 

@@ -8,13 +8,14 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from infermix.cost.header_cache import FORMAT, remembered
 from infermix.cost.tensors import TensorInfo
 from infermix.errors import UserError
+from infermix.roles.facts import StateTensor
 
 _TIMEOUT_S = 180
 
@@ -24,6 +25,7 @@ class Probe:
     """A resolved config, its model class, its weights (tied ones once), and what its attention layers are handed.
 
     `traced`: the layers were seen in a forward pass on the meta device; otherwise they were read off the modules.
+    `states`: what each recurrent layer carries; `None` when the model could not be run on the meta device.
     """
 
     config: Mapping[str, Any]
@@ -31,6 +33,7 @@ class Probe:
     tensors: tuple[TensorInfo, ...]
     attention: tuple[Mapping[str, Any], ...]
     traced: bool
+    states: Mapping[int, tuple[StateTensor, ...]] | None
 
 
 def probe_config(config: Mapping[str, Any], *, where: str, directory: str, trust_remote_code: bool) -> Probe:
@@ -49,7 +52,17 @@ def probe_config(config: Mapping[str, Any], *, where: str, directory: str, trust
         tensors=tuple(TensorInfo(name, tuple(shape)) for name, shape in answer["tensors"]),
         attention=tuple(answer["attention"]),
         traced=answer["traced"],
+        states=None if answer["states"] is None else dict(_states(answer["states"])),
     )
+
+
+def _states(answer: Mapping[str, Any]) -> Iterator[tuple[int, tuple[StateTensor, ...]]]:
+    """The model was bfloat16: what is in that dtype follows the model's, the rest stays as it is."""
+    for index, kept in answer.items():
+        tensors = (
+            StateTensor(name, tuple(shape), None if dtype == "bfloat16" else dtype) for name, shape, dtype in kept
+        )
+        yield int(index), tuple(tensors)
 
 
 def _ask(request: str, where: str) -> dict[str, Any]:

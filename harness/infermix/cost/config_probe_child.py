@@ -31,7 +31,8 @@ def probe(request: dict[str, Any]) -> dict[str, Any]:
     """What transformers makes of a config.
 
     `config` (resolved), `tensors` [[name, shape], ...] (tied ones once), `attention`: per layer what its attention
-    function is handed, and `traced`, whether that was seen in a forward pass or only read off the modules.
+    function is handed, and `traced`, whether that was seen in a forward pass or only read off the modules. `states`:
+    per recurrent layer [name, shape, dtype] of what it carries in a model of bfloat16, `null` if no forward ran.
     """
     import torch
     from transformers import AttentionInterface, AutoModelForCausalLM
@@ -57,6 +58,7 @@ def probe(request: dict[str, Any]) -> dict[str, Any]:
         "tensors": [[name, list(parameter.shape)] for name, parameter in model.named_parameters()],
         "attention": attention,
         "traced": traced,
+        "states": _carried(model.to(torch.bfloat16), resolved),
     }
 
 
@@ -96,6 +98,32 @@ def _trace(model: Any, calls: list[dict[str, Any]]) -> bool:
         if calls:
             return True
     return False
+
+
+def _carried(model: Any, config: dict[str, Any]) -> dict[str, Any] | None:
+    """Shapes of recurrent states, from two tokens on the meta device; a model without any is not run."""
+    import torch
+
+    from infermix.cost.carried import carrier_of
+    from infermix.roles.families import is_stateful
+
+    carrier = carrier_of(model) if is_stateful(config) else None
+    if carrier is None:
+        return {}
+    ids = torch.zeros(1, 2, dtype=torch.long, device="meta")
+    arguments = carrier.arguments(None)
+    try:
+        with torch.no_grad():
+            output = model(input_ids=ids, position_ids=ids, **arguments)
+    except Exception:  # a family may do what meta tensors cannot
+        return None
+    found = carrier.collect(arguments, output)
+    return {
+        str(index): [
+            [name, list(each.shape[1:]), str(each.dtype).removeprefix("torch.")] for name, each in kept.items()
+        ]
+        for index, kept in found.items()
+    }
 
 
 def _config(request: dict[str, Any]) -> Any:

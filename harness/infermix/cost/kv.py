@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from infermix.roles.facts import ModelFacts
-from infermix.roles.kv_space import KVGroup
+from infermix.roles.kv_space import KVGroup, KVLayout, LayerState
 
 
 def kv_groups(facts: ModelFacts) -> tuple[KVGroup, ...]:
@@ -19,6 +19,40 @@ def kv_groups(facts: ModelFacts) -> tuple[KVGroup, ...]:
             shape = (layer.num_kv_heads, layer.key_dim, layer.value_dim, layer.window)
             members.setdefault(shape, []).append(index)
     return tuple(KVGroup(tuple(layers), *shape) for shape, layers in members.items())
+
+
+def latent_groups(facts: ModelFacts) -> tuple[KVGroup, ...]:
+    """What MLA layers can keep instead: one row of latent and rotary key per token, the value inside it.
+
+    Empty when a layer that attends is no MLA layer.
+    """
+    layers = [(index, layer) for index, layer in enumerate(facts.layers) if layer.kind == "attention"]
+    if not all(layer.latent_dim for _, layer in layers):
+        return ()
+    members: dict[tuple[int, int, int | None], list[int]] = {}
+    for index, layer in layers:
+        shape = (layer.latent_dim + layer.rope_dim, layer.latent_dim, layer.window)
+        members.setdefault(shape, []).append(index)
+    return tuple(
+        KVGroup(tuple(rows), 1, width, latent, window, shared_values=True)
+        for (width, latent, window), rows in members.items()
+    )
+
+
+def stored_groups(facts: ModelFacts, layout: KVLayout) -> tuple[KVGroup, ...]:
+    """What `layout` keeps of this model, by its `form`; a model without latents has keys and values to keep."""
+    latents = latent_groups(facts) if getattr(layout, "form", "expanded") == "latent" else ()
+    return latents or kv_groups(facts)
+
+
+def layer_states(facts: ModelFacts) -> tuple[LayerState, ...]:
+    """What recurrent layers keep per sequence."""
+    return tuple(LayerState(index, layer.states) for index, layer in enumerate(facts.layers) if layer.states)
+
+
+def state_bytes_per_seq(facts: ModelFacts) -> int:
+    """Bytes of one sequence's recurrent states over all layers, whatever its length."""
+    return sum(state.bytes(facts.dtype_bytes) for state in layer_states(facts))
 
 
 def kv_bytes_per_token(facts: ModelFacts, element_bytes: float | None = None) -> float:

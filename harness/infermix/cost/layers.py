@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from infermix.cost.architectures import experts_per_token, has_experts, num_experts
-from infermix.roles.facts import LayerFacts, LayerKind
+from infermix.roles.facts import LayerFacts, LayerKind, StateTensor
 
 Config = Mapping[str, Any]
 WindowRule = Callable[[Config, int], bool]
@@ -100,25 +101,38 @@ def layers_of(config: Config) -> tuple[LayerFacts, ...]:
             key_dim=keys,
             value_dim=values,
             window=layer_window(config, layer),
+            **_latent(config),
             **_routing(config, layer),
         )
         for layer in range(config["num_hidden_layers"])
     )
 
 
-def probed_layers(config: Config, modules: tuple[Mapping[str, Any], ...]) -> tuple[LayerFacts, ...]:
-    """Layers of any other family, from what transformers hands to its attention layers."""
+def probed_layers(
+    config: Config,
+    modules: tuple[Mapping[str, Any], ...],
+    states: Mapping[int, tuple[StateTensor, ...]] | None = None,
+) -> tuple[LayerFacts, ...]:
+    """Layers of any other family, from what transformers hands to its attention layers and what the others carry."""
     by_layer = {module["layer_idx"]: module for module in modules}
-    return tuple(
+    layers = (
         _probed_layer(config, layer, by_layer.get(layer)) for layer in range(config.get("num_hidden_layers") or 0)
     )
+    return tuple(replace(layer, states=(states or {}).get(index, ())) for index, layer in enumerate(layers))
 
 
 def _probed_layer(config: Config, layer: int, module: Mapping[str, Any] | None) -> LayerFacts:
     if module is None:
         return LayerFacts(_kind_without_attention(config, layer), 0, 0, 0, 0, **_routing(config, layer))
-    shape = (module["num_heads"], module["num_kv_heads"], module["key_dim"], module["value_dim"])
-    return LayerFacts("attention", *shape, window=module["window"], **_routing(config, layer))
+    shape = {name: module[name] for name in ("num_heads", "num_kv_heads", "key_dim", "value_dim", "window")}
+    return LayerFacts(kind="attention", **shape, **_latent(config), **_routing(config, layer))
+
+
+def _latent(config: Config) -> dict[str, Any]:
+    """Widths of the compressed row and of the rotary key, where the attention layers are MLA."""
+    if not config.get("kv_lora_rank") or not config.get("qk_rope_head_dim"):
+        return {}
+    return {"latent_dim": int(config["kv_lora_rank"]), "rope_dim": int(config["qk_rope_head_dim"])}
 
 
 def _kind_without_attention(config: Config, layer: int) -> LayerKind:
@@ -128,7 +142,7 @@ def _kind_without_attention(config: Config, layer: int) -> LayerKind:
     return "recurrent"
 
 
-def _routing(config: Config, layer: int) -> dict[str, int]:
+def _routing(config: Config, layer: int) -> dict[str, Any]:
     if not has_experts(config, layer):
         return {}
     return {"num_experts": num_experts(config), "num_experts_per_token": experts_per_token(config)}

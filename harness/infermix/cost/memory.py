@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from infermix.cost.kv import kv_bytes_read, kv_groups
+from infermix.cost.kv import kv_bytes_read, kv_groups, state_bytes_per_seq
 from infermix.cost.roofline import weight_bytes_stored
 from infermix.roles.facts import MachineFacts, ModelFacts
 from infermix.roles.kv_space import KVShape
@@ -80,7 +80,9 @@ def sequences_that_fit(
     `other_bytes` are activations and overhead. Memory is taken as given: no share is held back.
     """
     left = memory_bytes - weight_bytes_stored(facts, weight_bits) - other_bytes
-    each = kv_bytes_read(kv_groups(facts), context, kv_element_bytes or facts.dtype_bytes)
+    each = kv_bytes_read(kv_groups(facts), context, kv_element_bytes or facts.dtype_bytes) + state_bytes_per_seq(
+        facts
+    )
     return max(0, int(left // each)) if each else 0
 
 

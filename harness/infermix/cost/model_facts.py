@@ -29,7 +29,7 @@ from infermix.cost.safetensors_header import (
 from infermix.cost.tensors import Inventory, TensorInfo, inventory
 from infermix.errors import UserError, nearest
 from infermix.roles.facts import DTYPE_BYTES, LayerFacts, ModelFacts, ResolvedSource
-from infermix.roles.families import check_family, family_note
+from infermix.roles.families import check_family, family_note, is_stateful
 
 #: Families that pass a `softcap` to attention when the config has one.
 _SOFTCAPPED = frozenset({"gemma2", "vaultgemma"})
@@ -108,9 +108,9 @@ def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _refusal(config: Mapping[str, Any]) -> str | None:
     text = _text(config)
-    reason = check_family(str(config.get("model_type", "")), config)
+    reason = check_family(str(config.get("model_type", "")), config, with_states=True)
     if reason is None and text is not config:
-        reason = check_family(str(text.get("model_type", config.get("model_type", ""))), text)
+        reason = check_family(str(text.get("model_type", config.get("model_type", ""))), text, with_states=True)
     return reason
 
 
@@ -153,14 +153,14 @@ def _from_probe(config: Mapping[str, Any], source: ResolvedSource) -> _Described
     )
     full = normalised({**probe.config, "model_type": probe.config.get("model_type", config["model_type"])})
     known = full["model_type"] in ARCHITECTURES
-    layers = layers_of(full) if known else probed_layers(full, probe.attention)
+    layers = layers_of(full) if known else probed_layers(full, probe.attention, probe.states)
     weights = inventory(
         probe.tensors,
         experts_per_token=experts_per_token(full),
         num_experts=num_experts(full),
         transposed=full["model_type"] == "gpt2",
     )
-    notes = () if known or probe.traced else (_UNTRACED,)
+    notes = () if known or probe.traced or not any(layer.kind == "attention" for layer in layers) else (_UNTRACED,)
     return _Described(full, probe.architecture, layers, weights, _features(full, layers, probe.attention), notes)
 
 
@@ -187,6 +187,11 @@ def _features(
         features.add("attn:softcap")
     if config["model_type"] == "gpt_oss" or any(module["sinks"] for module in modules):
         features.add("attn:sinks")
+    attending = [layer for layer in layers if layer.kind == "attention"]
+    if attending and all(layer.latent_dim for layer in attending):
+        features.add("model:latent")
+    if is_stateful(config):
+        features |= {"model:state", "kv:state"}
     return frozenset(features)
 
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from infermix.cost.kv import kv_groups
-from infermix.engine.bridge import Joint
+from infermix.engine.adapters.mla import LatentAttention
 from infermix.engine.capture import capture, why_not_captured
 from infermix.engine.components import NativeOptions
+from infermix.engine.joints import make_joint, stays_latent
 from infermix.engine.lanes import Lanes
 from infermix.engine.loader import LoadedModel, load_model, load_tokenizer
 from infermix.engine.native import NativeEngine
@@ -36,6 +36,7 @@ from infermix.toolkit.calibration import CalibratedOptions, CalibrationData, dra
 from infermix.toolkit.sampling import TokenSampler, TorchSelector
 
 if TYPE_CHECKING:
+    from infermix.engine.bridge import Joint
     from infermix.roles.kv_space import KVLayout, KVSpace
 
 #: Left free on a GPU beside weights and KV, for activations of a prefill and the workspace of its products.
@@ -97,8 +98,8 @@ def assemble(options: NativeOptions, context: EngineContext) -> NativeEngine:
     build = Assembly(options, context)
     with build.phase("load"):
         loaded, tokenizer = _load(build)
-    joint = _change_model(build, loaded, tokenizer)
     attention, layout = build.part(Role.ATTENTION), build.part(Role.KV)
+    joint = _change_model(build, loaded, tokenizer, layout)
     with build.phase("decoder"):
         decoder = build.part(Role.DECODER, _decoder_context(build, loaded, tokenizer))
     with build.phase("allocate"):
@@ -189,7 +190,7 @@ def _refuse_long_rows(shape: KVShape, query_lens: tuple[int, ...]) -> None:
         )
 
 
-def _change_model(build: Assembly, loaded: LoadedModel, tokenizer: Any) -> Joint:
+def _change_model(build: Assembly, loaded: LoadedModel, tokenizer: Any, layout: KVLayout) -> Joint:
     """Transforms and quantizer in their order; returns the joint over what they leave.
 
     The reference of the self-check is collected before anything that must not change the logits: before everything
@@ -197,12 +198,14 @@ def _change_model(build: Assembly, loaded: LoadedModel, tokenizer: Any) -> Joint
     """
     model, lossless = loaded.model, build.lossless(Role.QUANTIZER)
     if lossless:
-        _collect_reference(build, model, "the model as loaded")
+        _collect_reference(build, model, layout, "the model as loaded")
+    if stays_latent(build.context.facts, layout):
+        LatentAttention(model).keep()
     build.transforms.apply("before_quantizer", model, build.phase)
     with build.phase("quantize"):
         _quantize(build, loaded, _calibration(build, tokenizer))
     if not lossless:
-        _collect_reference(build, model, "the quantized model")
+        _collect_reference(build, model, layout, "the quantized model")
     build.report.weight_bytes = 0
     if build.options.linears == "packed":
         with build.phase("pack_linears"):
@@ -212,14 +215,14 @@ def _change_model(build: Assembly, loaded: LoadedModel, tokenizer: Any) -> Joint
         build.report.executed["transforms"] = build.transforms.executed
     build.report.weight_bytes += _weight_bytes(model)
     with build.phase("joint"), torch.inference_mode():
-        return Joint(model, kv_groups(build.context.facts))
+        return make_joint(model, build.context.facts, layout)
 
 
-def _collect_reference(build: Assembly, model: torch.nn.Module, of: str) -> None:
+def _collect_reference(build: Assembly, model: torch.nn.Module, layout: KVLayout, of: str) -> None:
     if not build.options.self_check:
         return
     with build.phase("reference"):
-        joint = Joint(model, kv_groups(build.context.facts))
+        joint = make_joint(model, build.context.facts, layout)
         joint.detach()
         build.reference = collect_reference(model, joint, seed=build.context.seed, of=of)
 
@@ -293,6 +296,7 @@ def _size_kv(build: Assembly, layout: KVLayout, joint: Joint) -> KVShape:
         max_model_len=context.max_model_len,
         element_bytes=build.dtype.itemsize,
         max_bytes=_kv_bytes(build),
+        states=joint.states,
     )
     shape = layout.shape(joint.groups, budget)
     return with_swap_space(shape, build.context) if swaps(build.context) else shape

@@ -102,7 +102,7 @@ def check_attention_part(
     if kv_error is not None:
         lengths = (*lengths, *_beyond_the_tail(layout, groups, max(lengths), dtype))
     generator = torch.Generator().manual_seed(seed)
-    drawn = [_draw(layer, lengths, generator, device, dtype) for layer in chosen]
+    drawn = [_draw(layer, joint.groups[layer.group], lengths, generator, device, dtype) for layer in chosen]
     readback = None if kv_error is None else Readback(drawn)
     seen = _walk(drawn, groups, attention, layout, lengths, device, dtype, readback)
     limit, worst = attention_tolerance(dtype) * (1 if readback is None else _READBACK_FACTOR), 0.0
@@ -154,7 +154,12 @@ def _beyond_the_tail(
 
 
 def _draw(
-    layer: LayerSpec, lengths: Sequence[int], generator: torch.Generator, device: torch.device, dtype: torch.dtype
+    layer: LayerSpec,
+    group: KVGroup,
+    lengths: Sequence[int],
+    generator: torch.Generator,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> _Drawn:
     """Normal numbers; q is sized so that scores have a deviation of 1, whatever the scale of the layer."""
 
@@ -163,12 +168,10 @@ def _draw(
         return [each.to(device, dtype) for each in drawn]
 
     size = 1 / (layer.scale * math.sqrt(layer.key_dim))
-    return _Drawn(
-        layer,
-        normal(layer.num_heads, layer.key_dim, size),
-        normal(layer.num_kv_heads, layer.key_dim),
-        normal(layer.num_kv_heads, layer.value_dim),
-    )
+    q, k = normal(layer.num_heads, layer.key_dim, size), normal(layer.num_kv_heads, layer.key_dim)
+    if group.shared_values:
+        return _Drawn(layer, q, k, [each[..., : layer.value_dim] for each in k])
+    return _Drawn(layer, q, k, normal(layer.num_kv_heads, layer.value_dim))
 
 
 def _walk(

@@ -22,9 +22,10 @@ from infermix.roles.families import check_family
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from infermix.engine.adapters.mla import LatentAttention
     from infermix.roles.attention import AttentionBackend, LayerSpec
     from infermix.roles.batch import Batch, GroupBatch
-    from infermix.roles.kv_space import Eviction, KVGroup
+    from infermix.roles.kv_space import Eviction, KVGroup, LayerState
     from infermix.roles.kv_store import KVStore, Rotation
 
 #: The name under which transformers knows our attention function.
@@ -33,7 +34,8 @@ ATTENTION_NAME = "infermix"
 
 @dataclass(slots=True)
 class ForwardContext:
-    """What one forward carries to every attention call. `probe` is set in checked forwards only.
+    """What one forward carries to every attention call. `probe` is set in checked forwards only, `latent` where the
+    model's attention stays compressed.
 
     `observe` is the store's, where it has one.
     """
@@ -44,29 +46,45 @@ class ForwardContext:
     store: KVStore | None = None
     layers: Mapping[int, LayerSpec] = field(default_factory=dict)
     probe: LayerProbe | None = None
+    latent: LatentAttention | None = None
 
 
 def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **given: Any
 ) -> tuple[Tensor, None]:
-    """The registered function: `query [1, H, T, Dk]`, `key`, `value [1, Hkv, T, D]` -> `[1, T, H, Dv]`.
+    """The registered function: `query [B, H, n, Dk]`, `key`, `value [B, Hkv, n, D]` -> `[B, n, H, Dv]`.
 
-    A layer that leaves its position embedding to us hands it over as keyword `rotation`.
+    B is 1 and n all tokens, but for models that need rectangles (`engine.adapters.recurrent`). A layer that leaves
+    its position embedding to us hands it over as keyword `rotation`.
     """
     context: ForwardContext | None = given.pop("infermix", None)
     rotation: Rotation | None = given.pop("rotation", None)
     if context is None:
         raise Unsupported(f"{type(module).__name__} does not hand keyword arguments of the model to its attention")
+    if context.latent is not None:
+        query = context.latent.absorb(module, query)
     if context.probe is not None:
         context.probe.see(AttentionCall(module, query, key, value, attention_mask, given))
     if context.store is None:
-        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
+        out = query.new_zeros(query.shape[0] * query.shape[2], query.shape[1], value.shape[3])
+    else:
+        out = _compute(context, module, (query, key, value), rotation)
+    if context.latent is not None:
+        out = context.latent.expand(module, out)
+    return out.unflatten(0, (query.shape[0], query.shape[2])), None
+
+
+def _compute(
+    context: ForwardContext, module: nn.Module, new: tuple[Tensor, Tensor, Tensor], rotation: Rotation | None
+) -> Tensor:
+    """Store what is new, then attend; `[T, H, Dv]`."""
     batch, store, attention = context.batch, context.store, context.attention
     assert batch is not None
+    assert store is not None
     assert attention is not None
     layer = context.layers[module.layer_idx]  # type: ignore[index]
     group = batch.groups[layer.group]
-    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in new)
     if layer.kv_from is not None:
         pass  # keys and values were written by the layer that they belong to
     elif rotation is None:
@@ -76,7 +94,7 @@ def _attend(
     if context.observe is not None:
         context.observe(layer, q, batch, group)
     view = store.view(layer.layer_idx if layer.kv_from is None else layer.kv_from, batch, group)
-    return attention.forward(q, view, batch, layer).unsqueeze(0), None
+    return attention.forward(q, view, batch, layer)
 
 
 def _rotate_and_write(
@@ -102,21 +120,26 @@ class Joint:
 
     Construction runs one two-token forward without a store. Raises `Unsupported` when the model does not hand
     its attention over completely (see `engine.probe`), or when `groups` (what the cost model derived from the
-    config) differs from what the modules really hand over.
+    config) differs from what the modules really hand over. With `latent`, attention runs over compressed rows.
+    `states` is what recurrent layers keep per sequence: nothing, in every model that this class drives.
     """
 
-    def __init__(self, model: Any, groups: tuple[KVGroup, ...] | None = None) -> None:
+    states: tuple[LayerState, ...] = ()
+
+    def __init__(
+        self, model: Any, groups: tuple[KVGroup, ...] | None = None, *, latent: LatentAttention | None = None
+    ) -> None:
         self.model = model
         self.device: torch.device = model.device
         self._takes_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._previous: str = model.config._attn_implementation
-        self._context = ForwardContext()
-        _refuse_family(model.config)
+        self._context = ForwardContext(latent=latent)
+        self._refuse(model.config)
         _register()
         self._use(ATTENTION_NAME)
         try:
             probe = self._probe()
-            self._context.layers, self.groups = layer_specs(probe, groups)
+            self._context.layers, self.groups = layer_specs(probe, groups, shared_values=latent is not None)
         except BaseException:
             self._use(self._previous)
             raise
@@ -210,16 +233,17 @@ class Joint:
         probe.require_windows(config.to_dict(), type(self.model).__name__)
         return probe
 
+    def _refuse(self, config: Any) -> None:
+        text = config.get_text_config(decoder=True)
+        reason = check_family(text.model_type, text.to_dict())
+        if reason:
+            raise Unsupported(reason)
+
     def _use(self, name: str) -> None:
+        if self._context.latent is not None:
+            (self._context.latent.attach if name == ATTENTION_NAME else self._context.latent.detach)()
         if self.model.config._attn_implementation != name:
             self.model.set_attn_implementation(name)
-
-
-def _refuse_family(config: Any) -> None:
-    text = config.get_text_config(decoder=True)
-    reason = check_family(text.model_type, text.to_dict())
-    if reason:
-        raise Unsupported(reason)
 
 
 def _register() -> None:

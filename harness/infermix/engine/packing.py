@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -96,6 +96,8 @@ def pack(
         context_capacity=int(context.max()),
         host_rows=tuple(tables[0][:, 0].tolist()),
         tables=by_table,
+        host_logits_rows=tuple(rows.tolist()),
+        state_slots=_state_slots(entries, space) if shape.states else None,
     )
 
 
@@ -108,6 +110,10 @@ def num_dropped(space: KVSpace, seq_id: int, start: int, num_new: int) -> int:
     """Tokens before `start` that are not in the cache when `num_new` tokens from there are computed."""
     place = getattr(space, "place", None)
     return 0 if place is None else place(seq_id, start, start + num_new)
+
+
+def _state_slots(entries: Sequence[PackEntry], space: Any) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(space.state_slots(entry.seq_id)) for entry in entries)
 
 
 def _rows(starts: np.ndarray, given: Sequence[int] | None, all_logits: bool) -> np.ndarray:

@@ -101,7 +101,7 @@ class LayerProbe:
 
 
 def layer_specs(
-    probe: LayerProbe, expected: tuple[KVGroup, ...] | None
+    probe: LayerProbe, expected: tuple[KVGroup, ...] | None, *, shared_values: bool = False
 ) -> tuple[Mapping[int, LayerSpec], tuple[KVGroup, ...]]:
     """Specs with their KV group filled in, and the groups in order of their first layer.
 
@@ -112,7 +112,7 @@ def layer_specs(
         spec = probe.specs[index]
         if spec.kv_from is None:
             members.setdefault((spec.num_kv_heads, spec.key_dim, spec.value_dim, spec.window), []).append(index)
-    groups = tuple(KVGroup(tuple(layers), *key) for key, layers in members.items())
+    groups = tuple(KVGroup(tuple(layers), *key, shared_values=shared_values) for key, layers in members.items())
     if expected is not None and set(expected) != set(groups):
         raise Unsupported(f"the config says KV groups {expected}, the loaded model has {groups}")
     groups = groups if expected is None else expected

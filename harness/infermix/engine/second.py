@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from infermix.cost.kv import kv_bytes_per_token, kv_groups
+from infermix.cost.kv import kv_bytes_per_token
 from infermix.cost.model_facts import read_model_facts
 from infermix.cost.source import resolve_source
-from infermix.engine.bridge import Joint
 from infermix.engine.graphs import StepGraphs
+from infermix.engine.joints import make_joint
 from infermix.engine.loader import load_model, load_tokenizer
 from infermix.engine.runner import ModelRunner
 from infermix.engine.self_check import collect_reference, self_check
@@ -40,12 +41,12 @@ class SecondModel:
     ) -> None:
         self.facts, self.tokenizer = facts, tokenizer
         self.weight_bytes = facts.weight_bytes
+        attention, layout = build.part(Role.ATTENTION), build.part(Role.KV)
         with torch.inference_mode():
-            joint = Joint(model, kv_groups(facts))
+            joint = make_joint(model, facts, layout)
             joint.detach()
             reference = collect_reference(model, joint, seed=build.context.seed, of="the second model as loaded")
-        attention, layout = build.part(Role.ATTENTION), build.part(Role.KV)
-        shape = layout.shape(joint.groups, self._budget(build, facts))
+        shape = layout.shape(joint.groups, replace(self._budget(build, facts), states=joint.states))
         self.space, store = layout.space(shape), layout.store(shape, build.device, build.dtype)
         with torch.inference_mode():
             self.self_check = self_check(

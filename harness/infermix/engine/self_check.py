@@ -18,7 +18,7 @@ from infermix.engine.attention_check import check_attention_part
 from infermix.engine.layout_loss import PlainAttention, PlainlyWritten
 from infermix.engine.walk import full_logits, packed_logits, random_sequences
 from infermix.errors import Unsupported, WrongResult
-from infermix.roles.families import DRIVEN
+from infermix.roles.families import DRIVEN, STATEFUL
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -220,7 +220,7 @@ def _packed_or_refused(
     except torch.OutOfMemoryError:
         raise
     except (IndexError, RuntimeError, TypeError) as error:
-        if joint.model_type in DRIVEN:
+        if joint.model_type in DRIVEN | STATEFUL:
             raise
         raise Unsupported(f"self-check failed: {joint.model_type} does not run packed: {error}") from error
 

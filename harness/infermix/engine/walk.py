@@ -69,7 +69,9 @@ def packed_logits(
 ) -> list[Tensor]:
     """Logits of the last `kept_rows` tokens of each sequence, `[min(T, kept_rows), V]` fp32 on the CPU."""
     lengths = [len(ids) for ids in sequences]
-    budget = KVBudget(len(lengths), max(lengths), dtype.itemsize, max_query_len=chunk, keep_all=True)
+    budget = KVBudget(
+        len(lengths), max(lengths), dtype.itemsize, max_query_len=chunk, keep_all=True, states=joint.states
+    )
     shape = layout.shape(joint.groups, budget)
     space = layout.space(shape)
     joint.attach(attention, layout.store(shape, device, dtype))

@@ -34,8 +34,11 @@ class Batch:
       anywhere behind its sequences. `context_capacity`: an upper bound on
       `context_lens`, static for a captured step (its context bucket).
     - `groups`: one `GroupBatch` per KV group; `tables`: one per block table, those of no group included.
+    - `host_logits_rows`: `logits_rows` on the host, ascending; `None` in a captured step.
     - `host_rows`: first block of each sequence on the host, for layouts with one block per sequence; `None` in a
       captured step, where row i of such a layout is sequence i (`KVSpace.fixed_rows`).
+    - `state_slots`: slots of each sequence's recurrent states on the host, for layouts that keep any. The state after
+      n tokens lies in slot n modulo their number.
     - `extra`: what parts compute once per forward (masks, gather indices) and share between layers.
     """
 
@@ -51,6 +54,8 @@ class Batch:
     context_capacity: int
     host_rows: tuple[int, ...] | None = None
     tables: tuple[GroupBatch, ...] = ()
+    host_logits_rows: tuple[int, ...] | None = None
+    state_slots: tuple[tuple[int, ...], ...] | None = None
     extra: dict[Any, Any] = field(default_factory=dict)
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -35,11 +36,29 @@ class ResolvedSource:
 
 
 @dataclass(frozen=True)
+class StateTensor:
+    """One tensor of constant size that a recurrent layer keeps per sequence, `shape` without the batch dimension.
+
+    `dtype` is set where the model keeps it in that dtype whatever the model's own is.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str | None = None
+
+    def bytes(self, element_bytes: int) -> int:
+        size = DTYPE_BYTES[self.dtype] if self.dtype else element_bytes
+        return math.prod(self.shape) * size
+
+
+@dataclass(frozen=True)
 class LayerFacts:
     """One decoder layer as far as KV, attention and cost are concerned.
 
     `window` is the sliding window in tokens (`None`: full attention). `kv_from` is the layer whose K and V this one
-    reads when the model shares them across layers. `num_experts` is 0 for a dense MLP.
+    reads when the model shares them across layers. `latent_dim` and `rope_dim` are the widths of the compressed row
+    and of the rotary key of multi-head latent attention (MLA), 0 elsewhere. `states` are what a recurrent layer keeps
+    per sequence (a layer may attend and recur). `num_experts` is 0 for a dense MLP.
     """
 
     kind: LayerKind
@@ -51,6 +70,9 @@ class LayerFacts:
     kv_from: int | None = None
     num_experts: int = 0
     num_experts_per_token: int = 0
+    latent_dim: int = 0
+    rope_dim: int = 0
+    states: tuple[StateTensor, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -78,7 +100,8 @@ class ModelFacts:
     """Facts read from `config.json`, safetensors and GGUF headers.
 
     `weight_bytes` is what the weights take once loaded in `dtype`, before any quantizer. `features` are what the
-    architecture demands of the parts (`attn:sliding_window`, `attn:softcap`, `attn:sinks`, ...). `refusal` is set
+    architecture demands of the parts (`attn:sliding_window`, `attn:softcap`, `attn:sinks`, ...) or offers them
+    (`model:latent`), or the KV layout that it takes (`kv:state`). `refusal` is set
     when the native engine must not run this model, with the reason.
     """
 

@@ -35,7 +35,16 @@ _SHARED_INDEX = "it calls attention twice for one layer index, so keys and value
 _NO_INDEX = "its shared attention blocks have no layer index of their own, so keys would be overwritten"
 _DROPS_KEYWORDS = "it does not forward keyword arguments to its attention, so the batch never arrives there"
 _READS_MASK = "its sparse attention reads the mask, which the packed batch does not build"
-_RECURRENT = "it has recurrent layers; they come with the constant-state layouts"
+_RECURRENT = "its recurrent layers keep their states outside the cache objects that the state layout reads"
+#: Families with recurrent layers, compared in the same way over a layout that keeps their states (`kv:state`).
+STATEFUL = frozenset(
+    _words("""
+    bamba falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear lfm2 lfm2_moe mamba mamba2 nemotron_h
+    olmo_hybrid qwen3_5_moe_text qwen3_5_text qwen3_next rwkv
+    """)
+)
+
+_NEEDS_STATE = "it has recurrent layers; the KV layout must keep their states (kv: state)"
 _ENCODER = "it is an encoder or encoder-decoder; the native engine drives decoders"
 
 #: `model_type` -> why the native engine must not run it.
@@ -53,9 +62,7 @@ REFUSED: Mapping[str, str] = {
     "deepseek_v4": "it compresses its keys, which needs a layout of its own",
     **dict.fromkeys(
         _words("""
-        bamba falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear lfm2 lfm2_moe mamba mamba2 minimax
-        nemotron_h olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next recurrent_gemma
-        rwkv xlstm
+        minimax qwen3_5 qwen3_5_moe recurrent_gemma xlstm
         """),
         _RECURRENT,
     ),
@@ -89,25 +96,32 @@ _WINDOW_KEYS = (
 )
 
 
-def check_family(model_type: str, config: Mapping[str, Any]) -> str | None:
-    """Why the native engine must not run this model, or `None`.
+def is_stateful(config: Mapping[str, Any]) -> bool:
+    """Whether the model runs only over a layout that keeps recurrent states."""
+    return config.get("model_type") in STATEFUL
+
+
+def check_family(model_type: str, config: Mapping[str, Any], *, with_states: bool = False) -> str | None:
+    """Why the native engine must not run this model, or `None`; `with_states` over a layout that keeps states.
 
     `config` is the text model's `config.json` content. An unknown `model_type` is not refused for being
     unknown (see `family_note`), only for features that the self-check's short sequences would not show.
     """
     if model_type in REFUSED:
         return f"{model_type}: {REFUSED[model_type]}"
-    reason = _layer_type_reason(config) or _direction_reason(config) or _rope_reason(config)
+    if model_type in STATEFUL and not with_states:
+        return f"{model_type}: {_NEEDS_STATE}"
+    reason = _layer_type_reason(model_type, config) or _direction_reason(config) or _rope_reason(config)
     if reason is None and model_type in _WINDOW_ONLY_IN_MASK and expects_window(config):
         reason = "its sliding window exists only in the mask, which the packed batch does not build"
-    if reason is None and model_type not in DRIVEN:
+    if reason is None and model_type not in DRIVEN | STATEFUL:
         reason = _unknown_family_reason(config)
     return f"{model_type}: {reason}" if reason else None
 
 
 def family_note(model_type: str) -> str | None:
     """A sentence for models that only the load-time self-check can admit; `None` for tested families."""
-    if model_type in DRIVEN or model_type in REFUSED:
+    if model_type in DRIVEN | STATEFUL or model_type in REFUSED:
         return None
     return f"{model_type} is not among the tested families: the self-check at load decides whether it runs"
 
@@ -124,7 +138,9 @@ def expects_window(config: Mapping[str, Any]) -> bool:
     return not (isinstance(window, int) and isinstance(longest, int) and window >= longest)
 
 
-def _layer_type_reason(config: Mapping[str, Any]) -> str | None:
+def _layer_type_reason(model_type: str, config: Mapping[str, Any]) -> str | None:
+    if model_type in STATEFUL:
+        return None
     kinds = set(config.get("layer_types") or ())
     if kinds & _RECURRENT_LAYER_TYPES:
         return _RECURRENT

@@ -10,21 +10,38 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from infermix.roles.facts import StateTensor
     from infermix.roles.kv_store import KVStore
 
 
 @dataclass(frozen=True)
 class KVGroup:
-    """Layers of equal layout, window and shape. `layers` are model layer indices."""
+    """Layers of equal layout, window and shape. `layers` are model layer indices.
+
+    With `shared_values`, a value is the first `value_dim` numbers of its key and takes no room of its own.
+    """
 
     layers: tuple[int, ...]
     num_kv_heads: int
     key_dim: int
     value_dim: int
     window: int | None = None
+    shared_values: bool = False
 
     def bytes_per_token(self, element_bytes: float) -> float:
-        return len(self.layers) * self.num_kv_heads * (self.key_dim + self.value_dim) * element_bytes
+        width = self.key_dim if self.shared_values else self.key_dim + self.value_dim
+        return len(self.layers) * self.num_kv_heads * width * element_bytes
+
+
+@dataclass(frozen=True)
+class LayerState:
+    """What one recurrent layer keeps per sequence, however long the sequence is."""
+
+    layer: int
+    tensors: tuple[StateTensor, ...]
+
+    def bytes(self, element_bytes: int) -> int:
+        return sum(tensor.bytes(element_bytes) for tensor in self.tensors)
 
 
 @dataclass(frozen=True)
@@ -33,7 +50,8 @@ class KVBudget:
 
     `max_query_len` is the most new tokens of one sequence in one forward, `None` where nobody knows: a layout that
     depends on it chooses, and says so in `KVShape.max_query_len`. `keep_all` forbids a lossy layout to drop tokens
-    (the self-check compares with the full computation).
+    (the self-check compares with the full computation). `states` are what the model's recurrent layers keep;
+    only layouts of form "state" have a place for them.
     """
 
     max_num_seqs: int
@@ -42,6 +60,7 @@ class KVBudget:
     max_bytes: int | None = None
     max_query_len: int | None = None
     keep_all: bool = False
+    states: tuple[LayerState, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -59,6 +78,8 @@ class KVShape:
     sequence holds at most `table_limits[t]` (`None`: as many as its tokens need). Empty means `num_blocks` and no
     limit for all. `max_query_len` is the most new tokens of one sequence that a forward may bring (`None`: any
     number); the runner splits longer prompts over several forwards. `keep_all` repeats the budget's.
+
+    `states` are kept in `num_state_slots` slots and a sink sequence, `state_slots_per_seq` of them for each sequence.
     """
 
     groups: tuple[KVGroup, ...]
@@ -77,6 +98,9 @@ class KVShape:
     side_tables: int = 0
     bytes_per_seq: float = 0.0
     max_truncate: int | None = None
+    states: tuple[LayerState, ...] = ()
+    num_state_slots: int = 0
+    state_slots_per_seq: int = 1
 
     @property
     def sink_block(self) -> int:
@@ -245,7 +269,12 @@ class SwapSpace(KVSpace, Protocol):
 
 
 class KVLayout(Protocol):
-    """Both halves. `shape`, `space` import no torch; `store` does."""
+    """Both halves. `shape`, `space` import no torch; `store` does.
+
+    May say `form`, what it keeps of the model: "latent" is one compressed row per token and layer of MLA models (a
+    group with `shared_values`); "state" the keys and values of attention layers and the states of recurrent ones, in
+    a space with `state_slots(seq_id)` and a store with `states`; without it "expanded", keys and values alone.
+    """
 
     def shape(self, groups: tuple[KVGroup, ...], budget: KVBudget) -> KVShape: ...
 

@@ -55,23 +55,26 @@ class BlockStore:
 class PoolStore(BlockStore):
     """K `[num_blocks + 1, block_size, Hkv, Dk]` and V alike for every layer; the last block is the sink.
 
-    Layers of a block table with a pool of its own have that many blocks (`KVShape.blocks_of`).
+    Layers of a block table with a pool of its own have that many blocks (`KVShape.blocks_of`). In a group with shared
+    values, V is a view of the first `Dv` numbers of K, and is neither allocated nor written.
     """
 
     def __init__(self, shape: KVShape, device: torch.device | str, dtype: torch.dtype) -> None:
         self.shape = shape
         self._pools: dict[int, tuple[Tensor, Tensor]] = {}
-        self._slots: dict[int, tuple[Tensor, Tensor]] = {}
+        self._slots: dict[int, tuple[Tensor, ...]] = {}
         for index, group in enumerate(shape.groups):
             slots = shape.blocks_of(shape.table_of(index)) + 1, shape.block_size
             for layer in group.layers:
-                pair = tuple(
-                    self._allocate((*slots, group.num_kv_heads, dim), device, dtype)
-                    for dim in (group.key_dim, group.value_dim)
-                )
-                self._pools[layer] = pair[0], pair[1]
-                self._slots[layer] = pair[0].flatten(0, 1), pair[1].flatten(0, 1)
-        super().__init__(dict(self._pools))
+                keys = self._allocate((*slots, group.num_kv_heads, group.key_dim), device, dtype)
+                if group.shared_values:
+                    self._pools[layer] = keys, keys[..., : group.value_dim]
+                    self._slots[layer] = (keys.flatten(0, 1),)
+                else:
+                    values = self._allocate((*slots, group.num_kv_heads, group.value_dim), device, dtype)
+                    self._pools[layer] = keys, values
+                    self._slots[layer] = keys.flatten(0, 1), values.flatten(0, 1)
+        super().__init__({layer: self._pools[layer][: len(slots)] for layer, slots in self._slots.items()})
 
     def _allocate(self, size: tuple[int, ...], device: torch.device | str, dtype: torch.dtype) -> Tensor:
         try:
@@ -80,9 +83,8 @@ class PoolStore(BlockStore):
             raise OutOfMemory(f"no memory for {self.shape.bytes} bytes of KV on {device}: {error}") from error
 
     def write(self, layer_idx: int, k: Tensor, v: Tensor, batch: Batch, group: GroupBatch) -> None:
-        keys, values = self._slots[layer_idx]
-        keys.index_copy_(0, group.slot_mapping, k)
-        values.index_copy_(0, group.slot_mapping, v)
+        for pool, new in zip(self._slots[layer_idx], (k, v), strict=False):
+            pool.index_copy_(0, group.slot_mapping, new)
 
     def pools(self, layer_idx: int) -> KVPools:
         return KVPools(*self._pools[layer_idx])

@@ -23,6 +23,8 @@ from infermix.toolkit.conformance.kv_swap import check_kv_swap
 GROUPS = (KVGroup((0, 2), 2, 8, 8), KVGroup((1,), 1, 12, 4, window=5))
 #: For layouts that take nothing but windows (`kv:windows_only`).
 WINDOWS = (KVGroup((0, 2), 2, 8, 8, window=3), KVGroup((1,), 1, 12, 4, window=5))
+#: The same of a latent layout: values are the first numbers of keys.
+LATENT_GROUPS = (KVGroup((0, 2), 1, 12, 8, shared_values=True), KVGroup((1,), 1, 10, 4, 5, shared_values=True))
 BUDGET = KVBudget(max_num_seqs=4, max_model_len=40, element_bytes=4, max_query_len=11)
 #: The same for layouts that refuse so narrow heads, and sequences long enough for what these keep apart at first.
 WIDE_GROUPS = tuple(replace(group, key_dim=8 * group.key_dim, value_dim=8 * group.value_dim) for group in GROUPS)
@@ -57,6 +59,8 @@ def check_kv_layout(
 
 
 def _shape(layout: KVLayout, provided: frozenset[str]) -> KVShape:
+    if getattr(layout, "form", "expanded") == "latent":
+        return layout.shape(LATENT_GROUPS, BUDGET)
     try:
         return layout.shape(WINDOWS if "kv:windows_only" in provided else GROUPS, BUDGET)
     except UserError:
@@ -278,6 +282,7 @@ class _Life:
     def truncate(self, seq_id: int) -> None:
         """A layout that arranges or drops tokens may refuse to go back behind the last step, no further."""
         lowest = 1 if self.shape.max_truncate is None else self.highest[seq_id] - self.shape.max_truncate
+        lowest = max(lowest, getattr(self.space, "oldest", lambda seq_id: 1)(seq_id))
         kept = self.rng.randint(max(1, min(lowest, self.length(seq_id))), self.length(seq_id))
         if seq_id in self._forked():
             return
@@ -335,10 +340,10 @@ class _Life:
     def _draw(self, layer: int, count: int) -> tuple[Tensor, Tensor]:
         group = next(group for group in self.shape.groups if layer in group.layers)
         generator = torch.Generator().manual_seed(self.rng.getrandbits(32))
-        return (
-            torch.randn(count, group.num_kv_heads, group.key_dim, generator=generator).to(self.device),
-            torch.randn(count, group.num_kv_heads, group.value_dim, generator=generator).to(self.device),
-        )
+        keys = torch.randn(count, group.num_kv_heads, group.key_dim, generator=generator).to(self.device)
+        if group.shared_values:
+            return keys, keys[..., : group.value_dim]
+        return keys, torch.randn(count, group.num_kv_heads, group.value_dim, generator=generator).to(self.device)
 
 
 def _check_read(read: Tensor, known: Tensor, first: int, query: int, name: str) -> None:
