@@ -194,8 +194,8 @@ class KVStore(Protocol):
         ...
 
     def export_blocks(self, blocks: list[int]) -> list[tuple[Tensor, ...]]:
-        """Blocks of every layer, as copies on the store's device: `[n, block_size, Hkv, D]` keys, values (where
-        these are no part of the keys), and whatever else of a block the layout keeps beside them (scales); `n` comes first in each."""
+        """Blocks of every layer, as copies on the device: `[n, block_size, Hkv, D]` keys, values (unless these
+        are part of the keys), and whatever else of a block the layout keeps beside them (scales); `n` comes first."""
         ...
 
     def import_blocks(self, blocks: list[int], data: list[tuple[Tensor, ...]]) -> None: ...
