@@ -59,7 +59,11 @@ def samples_of(context: QuantizerContext, name: str) -> Sequence[Sequence[int]]:
 
 
 def report(
-    method: str, made: Mapping[str, QuantLinear], skipped: tuple[str, ...], details: Mapping[str, Any] | None = None
+    method: str,
+    made: Mapping[str, QuantLinear],
+    skipped: tuple[str, ...],
+    details: Mapping[str, Any] | None = None,
+    precision_bits: float | None = None,
 ) -> QuantizationReport:
     num_bytes = sum(linear.num_bytes for linear in made.values())
     num_weights = sum(linear.in_features * linear.out_features for linear in made.values())
@@ -70,6 +74,7 @@ def report(
         kernels={name: linear.kernel for name, linear in made.items()},
         skipped=skipped,
         details=details or {},
+        precision_bits=precision_bits,
     )
 
 

@@ -37,6 +37,39 @@ class HqqOptions(QuantizerOptions, frozen=True, kw_only=True):
     kappa: Annotated[float, Meta(ge=1, description="factor by which beta grows at every step")] = 1.01
 
 
+class Nf4Options(QuantizerOptions, frozen=True, kw_only=True):
+    block_size: Annotated[
+        int, Meta(ge=8, description="weights that share a scale, across rows", extra={"unit": "weights"})
+    ] = 64
+    double_quant: Annotated[bool, Meta(description="scales in 8 bits instead of fp32")] = False
+    scale_block: Annotated[
+        int, Meta(ge=8, description="scales that share a scale (double_quant)", extra={"unit": "scales"})
+    ] = 256
+    skip: Skip = UNTOUCHED
+
+
+class LlmInt8Options(QuantizerOptions, frozen=True, kw_only=True):
+    threshold: Annotated[
+        float, Meta(ge=0, description="activations of a larger magnitude are multiplied in the model's dtype")
+    ] = 6.0
+    skip: Skip = UNTOUCHED
+
+
+class Fp8Options(CalibratedOptions, frozen=True, kw_only=True):
+    weights: Annotated[
+        Literal["channel", "tensor"], Meta(description="what shares a scale: an output, or the matrix")
+    ] = "channel"
+    activations: Annotated[
+        Literal["token", "tensor", "none"],
+        Meta(description="token: rounded with a scale each; tensor: with one static scale per input; none: left"),
+    ] = "token"
+    skip: Skip = UNTOUCHED
+
+    @property
+    def calibrates(self) -> bool:
+        return self.activations == "tensor"
+
+
 class GptqOptions(CalibratedOptions, frozen=True, kw_only=True):
     bits: BitsWidth = 4
     group_size: GroupSize = 64
@@ -67,3 +100,9 @@ def weight_only_bits(options: GptqOptions | HqqOptions, zero_bits: int) -> float
     `bits_for` is not counted, nor are the scales of whole rows: both depend on the model.
     """
     return options.bits + ((16 + zero_bits) / options.group_size if options.group_size else 0)
+
+
+def nf4_bits(options: Nf4Options) -> float:
+    """4 bits, and per block an fp32 scale or one of 8 bits with an fp32 scale per `scale_block`."""
+    scale = 8 + 32 / options.scale_block if options.double_quant else 32
+    return 4 + scale / options.block_size

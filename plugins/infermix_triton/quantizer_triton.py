@@ -31,6 +31,7 @@ class TritonQuantizer:
     """Converts every linear that `skip` does not name; the first of each shape is checked against its meaning."""
 
     method = kernel = ""
+    precision_bits: float | None = None
 
     def __init__(self, skip: Sequence[str]) -> None:
         self._skip = skip
@@ -66,6 +67,7 @@ class TritonQuantizer:
             quantized_bytes=num_bytes,
             kernels=dict.fromkeys(modules, self.kernel),
             skipped=skipped,
+            precision_bits=self.precision_bits,
         )
 
     def check(self, found: Sequence[FoundLinear]) -> None:
@@ -108,6 +110,7 @@ class W8A8Quantizer(TritonQuantizer):
     def __init__(self, dtype: torch.dtype, *, skip: Sequence[str]) -> None:
         super().__init__(skip)
         self._dtype = dtype
+        self.precision_bits = None if dtype == torch.int8 else 4.0
         name = "int8" if dtype == torch.int8 else "fp8 e4m3"
         self.method, self.kernel = f"rtn w8a8 {name} per channel and token", f"triton w8a8 {name}"
 

@@ -50,6 +50,14 @@ VARIANTS: dict[tuple[Role, str], list[dict[str, Any]]] = {
         {"bits": 3, "act_order": True, "static_groups": True, "sequential": "operator"},
         {"bits": 2, "group_size": 32, "symmetric": False},
     ],
+    (Role.QUANTIZER, "hqq"): [{"bits": bits, "group_size": 32} for bits in (2, 3, 8)] + [{"iterations": 0}],
+    (Role.QUANTIZER, "nf4"): [{"double_quant": True}, {"block_size": 128}],
+    (Role.QUANTIZER, "llm_int8"): [{"threshold": 0.0}, {"threshold": 1.0}],
+    (Role.QUANTIZER, "fp8"): [
+        {"weights": weights, "activations": activations}
+        for weights in ("channel", "tensor")
+        for activations in ("none", "token", "tensor")
+    ],
     (Role.TRANSFORM, "compile"): [{"backend": "eager"}, {"backend": "aot_eager"}],
     (Role.DECODER, "prompt_lookup"): [{"num_draft_tokens": 1}, {"min_match_tokens": 1}],
     (Role.DECODER, "speculative"): [{"draft": "target"}, {"draft": "target", "adaptive": True}],

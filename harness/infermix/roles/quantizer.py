@@ -28,7 +28,8 @@ class QuantizerOptions(Options, frozen=True, kw_only=True):
 class QuantizationReport:
     """What was really done. `bits_per_weight` counts scales and zero points; `kernels` maps linear name -> kernel.
 
-    `details` are further facts for the record: plain data.
+    `details` are further facts for the record: plain data. `precision_bits`: significant bits of the coarsest
+    numbers, where those are fewer than the stored ones (FP8 E4M3 has 4).
     """
 
     method: str
@@ -37,6 +38,7 @@ class QuantizationReport:
     kernels: Mapping[str, str] = field(default_factory=dict)
     skipped: tuple[str, ...] = ()
     details: Mapping[str, Any] = field(default_factory=dict)
+    precision_bits: float | None = None
 
 
 @dataclass(frozen=True)

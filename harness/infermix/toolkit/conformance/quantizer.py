@@ -65,7 +65,8 @@ def check_quantizer(
     if component.lossless(options):
         assert error == 0, f"{component.name} says lossless and changes the logits by {error:.3g}"
     # a path through two decoder layers meets four times as many linears as one through the small model
-    allowed = 2.0 ** (1 - report.bits_per_weight) * (2 if calibrates else 1)
+    precision = report.precision_bits or report.bits_per_weight
+    allowed = 2.0 ** (1 - precision) * (2 if calibrates else 1)
     assert error <= allowed, f"{report.bits_per_weight:.2f} bits, yet an error of {error:.3g}"
     return error
 
