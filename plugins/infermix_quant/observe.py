@@ -35,6 +35,13 @@ class InputGroup:
         assert self.sum_abs is not None
         return self.sum_abs / self.num_rows
 
+    def divide(self, scale: Tensor) -> None:
+        """The statistics of x / `scale [K]`."""
+        if self.gram is not None:
+            self.gram = self.gram / scale / scale[:, None]
+        self.sum_abs = None if self.sum_abs is None else self.sum_abs / scale
+        self.max_abs = None if self.max_abs is None else self.max_abs / scale
+
     def add(self, x: Tensor, want_gram: bool) -> None:
         rows = x.detach().reshape(-1, x.shape[-1]).float()
         magnitude = rows.abs()

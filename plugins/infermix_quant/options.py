@@ -94,7 +94,24 @@ class GptqOptions(CalibratedOptions, frozen=True, kw_only=True):
     ] = "layer"
 
 
-def weight_only_bits(options: GptqOptions | HqqOptions, zero_bits: int) -> float:
+class AwqOptions(CalibratedOptions, frozen=True, kw_only=True):
+    bits: BitsWidth = 4
+    group_size: GroupSize = 64
+    symmetric: Symmetric = False
+    bits_for: BitsFor = {}
+    skip: Skip = UNTOUCHED
+    grid: Annotated[int, Meta(ge=2, description="exponents of the activation magnitude that are tried")] = 20
+    clip: Annotated[bool, Meta(description="shrink the range of a group where that lowers its error")] = True
+
+
+class SmoothQuantOptions(CalibratedOptions, frozen=True, kw_only=True):
+    alpha: Annotated[
+        float, Meta(ge=0, le=1, description="share of the difficulty that moves from activations to weights")
+    ] = 0.5
+    skip: Skip = UNTOUCHED
+
+
+def weight_only_bits(options: GptqOptions | AwqOptions | HqqOptions, zero_bits: int) -> float:
     """Bits per weight with 16-bit scales and zero points of `zero_bits`.
 
     `bits_for` is not counted, nor are the scales of whole rows: both depend on the model.

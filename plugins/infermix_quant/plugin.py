@@ -8,11 +8,13 @@ from infermix.hookspecs import hookimpl
 from infermix.roles.component import Component, Role
 
 from infermix_quant.options import (
+    AwqOptions,
     Fp8Options,
     GptqOptions,
     HqqOptions,
     LlmInt8Options,
     Nf4Options,
+    SmoothQuantOptions,
     nf4_bits,
     weight_only_bits,
 )
@@ -22,6 +24,18 @@ def _build_gptq(options: GptqOptions, context: None) -> Any:
     from infermix_quant.quantizer_gptq import GptqQuantizer
 
     return GptqQuantizer(options)
+
+
+def _build_awq(options: AwqOptions, context: None) -> Any:
+    from infermix_quant.quantizers_folded import AwqQuantizer
+
+    return AwqQuantizer(options)
+
+
+def _build_smoothquant(options: SmoothQuantOptions, context: None) -> Any:
+    from infermix_quant.quantizers_folded import SmoothQuantQuantizer
+
+    return SmoothQuantQuantizer(options)
 
 
 def _build_hqq(options: HqqOptions, context: None) -> Any:
@@ -58,6 +72,22 @@ def infermix_quantizer() -> list[Component]:
             build=_build_gptq,
             options=GptqOptions,
             weight_bits=lambda options: weight_only_bits(options, 0 if options.symmetric else 8),
+            **common,
+        ),
+        Component(
+            name="awq",
+            summary="channels of large activations scaled up before rounding, ranges clipped (calibrated)",
+            build=_build_awq,
+            options=AwqOptions,
+            weight_bits=lambda options: weight_only_bits(options, 0 if options.symmetric else 8),
+            **common,
+        ),
+        Component(
+            name="smoothquant",
+            summary="int8 weights and activations, outlier channels moved into the weights (calibrated)",
+            build=_build_smoothquant,
+            options=SmoothQuantOptions,
+            weight_bits=lambda options: 8.0,
             **common,
         ),
         Component(

@@ -50,6 +50,8 @@ VARIANTS: dict[tuple[Role, str], list[dict[str, Any]]] = {
         {"bits": 3, "act_order": True, "static_groups": True, "sequential": "operator"},
         {"bits": 2, "group_size": 32, "symmetric": False},
     ],
+    (Role.QUANTIZER, "awq"): [{"bits": 3, "group_size": 32, "symmetric": True}, {"bits": 8, "clip": False}],
+    (Role.QUANTIZER, "smoothquant"): [{"alpha": 0.0}, {"alpha": 1.0}],
     (Role.QUANTIZER, "hqq"): [{"bits": bits, "group_size": 32} for bits in (2, 3, 8)] + [{"iterations": 0}],
     (Role.QUANTIZER, "nf4"): [{"double_quant": True}, {"block_size": 128}],
     (Role.QUANTIZER, "llm_int8"): [{"threshold": 0.0}, {"threshold": 1.0}],

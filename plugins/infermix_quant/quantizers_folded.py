@@ -1,0 +1,129 @@
+"""Quantizers that scale channels and fold the inverse into what comes before: `awq` and `smoothquant`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+import torch
+from infermix.roles.quantizer import QuantizationReport, QuantizerContext
+from infermix.toolkit.layerwise import walk_layers
+from infermix.toolkit.linears import FoundLinear, replace_module
+from torch import Tensor, nn
+
+from infermix_quant import common
+from infermix_quant.awq import AwqSettings, clip_and_round, search_scale
+from infermix_quant.folding import Fold, fold_each
+from infermix_quant.gptq import output_error
+from infermix_quant.linear_grouped import QuantLinear, make_linear
+from infermix_quant.linear_int8 import Int8Linear, int8_weight
+from infermix_quant.observe import InputGroup, observe
+from infermix_quant.options import AwqOptions, SmoothQuantOptions
+
+
+class FoldedQuantizer:
+    """Layer by layer: observe, fold scales where the structure allows it, convert the linears."""
+
+    name = method = ""
+    gram = norms_only = False
+    precision_bits: float | None = None
+
+    def __init__(self, skip: Sequence[str]) -> None:
+        self._skip = skip
+        self._errors: list[float] = []
+
+    def load_arguments(self) -> Mapping[str, Any]:
+        return {}
+
+    def apply(self, model: nn.Module, context: QuantizerContext) -> QuantizationReport:
+        """Raises `UserError`, with the model unchanged, when an option fits not every linear."""
+        found, skipped = common.linears_of(model, self._skip)
+        self.check(found)
+        made: dict[str, QuantLinear] = {}
+        folded = total = 0
+        for layer in walk_layers(model, common.samples_of(context, self.name), context.progress):
+            inside = [linear for linear in found if linear.name.startswith(f"{layer.name}.")]
+            groups = observe(layer, inside, gram=self.gram)
+            done, of = fold_each(layer, groups, self.scale, norms_only=self.norms_only)
+            folded, total = folded + done, total + of
+            for name, linear in self._convert(groups):
+                made[name] = linear
+                replace_module(model, name, linear)
+        outside = tuple(linear.name for linear in found if linear.name not in made)
+        errors = {"mean_output_error": fmean(self._errors)} if self._errors else {}
+        details = {"folded_inputs": folded, "inputs": total, **errors}
+        return common.report(self.method, made, (*skipped, *outside), details, self.precision_bits)
+
+    def _convert(self, groups: Sequence[InputGroup]) -> Iterator[tuple[str, QuantLinear]]:
+        with torch.no_grad():
+            for group in groups:
+                for linear in group.linears:
+                    yield linear.name, self.make(linear, group)
+
+    def check(self, found: Sequence[FoundLinear]) -> None:
+        """Raises `UserError` before anything is converted."""
+
+    def scale(self, group: InputGroup, fold: Fold) -> Tensor | None:
+        """Factors `[K]` of the weights' columns; `None` to leave the group alone."""
+        raise NotImplementedError
+
+    def make(self, linear: FoundLinear, group: InputGroup) -> QuantLinear:
+        raise NotImplementedError
+
+
+class AwqQuantizer(FoldedQuantizer):
+    name, gram = "awq", True
+
+    def __init__(self, options: AwqOptions) -> None:
+        super().__init__(options.skip)
+        self._options = options
+        sizes = common.described(options.bits, options.bits_for, options.group_size, options.symmetric)
+        self.method = f"awq {sizes}{'' if options.clip else ', not clipped'}"
+
+    def check(self, found: Sequence[FoundLinear]) -> None:
+        common.check_groups(found, self._options.group_size)
+        common.check_patterns(found, list(self._options.bits_for))
+
+    def _settings(self, linear: FoundLinear) -> AwqSettings:
+        options = self._options
+        return AwqSettings(
+            bits=common.bits_of(linear, options.bits, options.bits_for),
+            group_size=common.group_size_of(linear, options.group_size),
+            symmetric=options.symmetric,
+            grid=options.grid,
+        )
+
+    def scale(self, group: InputGroup, fold: Fold) -> Tensor | None:
+        assert group.gram is not None
+        weights = [(linear.weight, self._settings(linear)) for linear in group.linears]
+        return search_scale(weights, group.gram, group.mean_abs, self._options.grid)
+
+    def make(self, linear: FoundLinear, group: InputGroup) -> QuantLinear:
+        gram = group.gram if self._options.clip else None
+        weight = clip_and_round(linear.weight, gram, self._settings(linear))
+        assert group.gram is not None
+        self._errors.append(output_error(linear.weight, weight.dequantize(), group.gram))
+        return make_linear(weight, linear.bias)
+
+
+class SmoothQuantQuantizer(FoldedQuantizer):
+    """Xiao et al., "SmoothQuant" (2022), equation 4: s = max|x|^alpha / max|w|^(1 - alpha); x / s meets s w."""
+
+    name, norms_only = "smoothquant", True
+    precision_bits = 7.0  # magnitudes of activations
+
+    def __init__(self, options: SmoothQuantOptions) -> None:
+        super().__init__(options.skip)
+        self._alpha = options.alpha
+        self.method = f"smoothquant w8a8 int8 per channel and token, alpha {options.alpha:g}"
+
+    def scale(self, group: InputGroup, fold: Fold) -> Tensor | None:
+        assert group.max_abs is not None
+        largest = torch.stack([linear.weight.float().abs().amax(dim=0) for linear in group.linears]).amax(dim=0)
+        scale = group.max_abs.clamp_min(1e-5).pow(self._alpha) / largest.clamp_min(1e-5).pow(1 - self._alpha)
+        return scale.clamp(1e-5, 1e5)
+
+    def make(self, linear: FoundLinear, group: InputGroup) -> QuantLinear:
+        weight, scale = int8_weight(linear.weight)
+        return Int8Linear(weight, scale, linear.bias)
