@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 from infermix.hookspecs import hookimpl
-from infermix.roles.component import Component, Role
+from infermix.roles.component import Component, Options, Role
 
 from infermix_quant.options import (
     AwqOptions,
@@ -20,106 +22,64 @@ from infermix_quant.options import (
 )
 
 
-def _build_gptq(options: GptqOptions, context: None) -> Any:
-    from infermix_quant.quantizer_gptq import GptqQuantizer
+def _built_by(module: str, name: str) -> Callable[[Any, None], Any]:
+    """Imports torch when a part is built, not before."""
 
-    return GptqQuantizer(options)
+    def build(options: Any, context: None) -> Any:
+        return getattr(import_module(f"infermix_quant.{module}"), name)(options)
 
-
-def _build_awq(options: AwqOptions, context: None) -> Any:
-    from infermix_quant.quantizers_folded import AwqQuantizer
-
-    return AwqQuantizer(options)
+    return build
 
 
-def _build_smoothquant(options: SmoothQuantOptions, context: None) -> Any:
-    from infermix_quant.quantizers_folded import SmoothQuantQuantizer
-
-    return SmoothQuantQuantizer(options)
-
-
-def _build_hqq(options: HqqOptions, context: None) -> Any:
-    from infermix_quant.quantizers_plain import HqqQuantizer
-
-    return HqqQuantizer(options)
-
-
-def _build_nf4(options: Nf4Options, context: None) -> Any:
-    from infermix_quant.quantizers_plain import Nf4Quantizer
-
-    return Nf4Quantizer(options)
-
-
-def _build_llm_int8(options: LlmInt8Options, context: None) -> Any:
-    from infermix_quant.quantizers_plain import LlmInt8Quantizer
-
-    return LlmInt8Quantizer(options)
+def _quantizer(
+    name: str,
+    summary: str,
+    options: type[Options],
+    weight_bits: Callable[[Any], float | None],
+    module: str,
+    kind: str,
+) -> Component:
+    return Component(
+        name=name,
+        role=Role.QUANTIZER,
+        summary=summary,
+        build=_built_by(module, kind),
+        options=options,
+        requires=("torch",),
+        lossless=lambda _: False,
+        weight_bits=weight_bits,
+    )
 
 
-def _build_fp8(options: Fp8Options, context: None) -> Any:
-    from infermix_quant.quantizers_plain import Fp8Quantizer
+def _eight_bits(options: Options) -> float:
+    """Scales depend on the layer and stay below 0.1 bits."""
+    return 8.0
 
-    return Fp8Quantizer(options)
+
+def _integer_bits(options: GptqOptions | AwqOptions) -> float:
+    return weight_only_bits(options, 0 if options.symmetric else 8)
+
+
+def _hqq_bits(options: HqqOptions) -> float:
+    return weight_only_bits(options, 16)
 
 
 @hookimpl
 def infermix_quantizer() -> list[Component]:
-    common: dict[str, Any] = {"role": Role.QUANTIZER, "requires": ("torch",), "lossless": lambda options: False}
+    gptq = "columns rounded one after another, each error carried into the next ones (calibrated)"
+    awq = "channels of large activations scaled up before rounding, ranges clipped (calibrated)"
+    smooth = "int8 weights and activations, outlier channels moved into the weights (calibrated)"
+    hqq = "zero points that make a robust norm of the weights' error small, no data"
+    nf4 = "four bits at the quantiles of a normal distribution, a scale per block"
+    llm_int8 = "int8 weights and activations, large activations apart in the model's dtype"
+    fp8 = "FP8 E4M3 weights, activations per token, with a static scale, or as they are"
+    folded, plain = "quantizers_folded", "quantizers_plain"
     return [
-        Component(
-            name="gptq",
-            summary="columns rounded one after another, each error carried into the next ones (calibrated)",
-            build=_build_gptq,
-            options=GptqOptions,
-            weight_bits=lambda options: weight_only_bits(options, 0 if options.symmetric else 8),
-            **common,
-        ),
-        Component(
-            name="awq",
-            summary="channels of large activations scaled up before rounding, ranges clipped (calibrated)",
-            build=_build_awq,
-            options=AwqOptions,
-            weight_bits=lambda options: weight_only_bits(options, 0 if options.symmetric else 8),
-            **common,
-        ),
-        Component(
-            name="smoothquant",
-            summary="int8 weights and activations, outlier channels moved into the weights (calibrated)",
-            build=_build_smoothquant,
-            options=SmoothQuantOptions,
-            weight_bits=lambda options: 8.0,
-            **common,
-        ),
-        Component(
-            name="hqq",
-            summary="zero points that make a robust norm of the weights' error small, no data",
-            build=_build_hqq,
-            options=HqqOptions,
-            weight_bits=lambda options: weight_only_bits(options, 16),
-            **common,
-        ),
-        Component(
-            name="nf4",
-            summary="four bits at the quantiles of a normal distribution, a scale per block",
-            build=_build_nf4,
-            options=Nf4Options,
-            weight_bits=nf4_bits,
-            **common,
-        ),
-        Component(
-            name="llm_int8",
-            summary="int8 weights and activations, large activations apart in the model's dtype",
-            build=_build_llm_int8,
-            options=LlmInt8Options,
-            weight_bits=lambda options: 8.0,
-            **common,
-        ),
-        Component(
-            name="fp8",
-            summary="FP8 E4M3 weights, activations per token, with a static scale, or as they are",
-            build=_build_fp8,
-            options=Fp8Options,
-            weight_bits=lambda options: 8.0,
-            **common,
-        ),
+        _quantizer("gptq", gptq, GptqOptions, _integer_bits, "quantizer_gptq", "GptqQuantizer"),
+        _quantizer("awq", awq, AwqOptions, _integer_bits, folded, "AwqQuantizer"),
+        _quantizer("smoothquant", smooth, SmoothQuantOptions, _eight_bits, folded, "SmoothQuantQuantizer"),
+        _quantizer("hqq", hqq, HqqOptions, _hqq_bits, plain, "HqqQuantizer"),
+        _quantizer("nf4", nf4, Nf4Options, nf4_bits, plain, "Nf4Quantizer"),
+        _quantizer("llm_int8", llm_int8, LlmInt8Options, _eight_bits, plain, "LlmInt8Quantizer"),
+        _quantizer("fp8", fp8, Fp8Options, _eight_bits, plain, "Fp8Quantizer"),
     ]
