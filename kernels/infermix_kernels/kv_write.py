@@ -20,7 +20,7 @@ from infermix_kernels.dependent import wait_for_inputs
 from infermix_kernels.rotary import (
     HeadNorms,
     RotaryTable,
-    heads_per_program,
+    head_launch,
     load_head,
     load_tail,
     padded_tail,
@@ -213,7 +213,7 @@ def write_kv(
     half = 0 if table is None else table.half
     queries, rotated = (k if q is None else q), (k if q_out is None else q_out)
     num_q_heads = 0 if q is None else q.shape[1]
-    heads = heads_per_program(num_tokens, max(num_q_heads, num_kv_heads))
+    heads, warps = head_launch(num_tokens, max(num_q_heads, num_kv_heads))
     q_tiles = triton.cdiv(num_q_heads, heads)
     scales = (keys, values) if key_scales is None else (key_scales, value_scales)
     kv_write_kernel[(num_tokens, q_tiles + triton.cdiv(num_kv_heads, heads))](
@@ -254,7 +254,7 @@ def write_kv(
         HEADS=heads,
         NORM=norms is not None,
         PDL=pdl,
-        num_warps=4 if heads >= 8 else 2,
+        num_warps=warps,
         launch_pdl=pdl,
     )
     return q_out

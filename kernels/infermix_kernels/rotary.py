@@ -254,7 +254,7 @@ def rotary(
     num_tokens, num_heads, dim = q.shape
     if num_tokens == 0:
         return q_out, k_out
-    heads = heads_per_program(num_tokens, max(num_heads, k.shape[1]))
+    heads, warps = head_launch(num_tokens, max(num_heads, k.shape[1]))
     q_tiles = triton.cdiv(num_heads, heads)
     rotary_kernel[(num_tokens, q_tiles + triton.cdiv(k.shape[1], heads))](
         q,
@@ -282,15 +282,16 @@ def rotary(
         INTERLEAVED=table.interleaved,
         HEADS=heads,
         PDL=pdl,
-        num_warps=4 if heads >= 8 else 2,
+        num_warps=warps,
         launch_pdl=pdl,
     )
     return q_out, k_out
 
 
-def heads_per_program(num_tokens: int, num_heads: int) -> int:
-    """Many heads a program when there are many tokens, few when one token has to fill the device."""
-    return min(triton.next_power_of_2(num_heads), 4 if num_tokens < 64 else 16)
+def head_launch(num_tokens: int, num_heads: int) -> tuple[int, int]:
+    """Heads and warps a program: many heads when there are many tokens, few when one token has to fill the device."""
+    heads = min(triton.next_power_of_2(num_heads), 4 if num_tokens < 64 else 16)
+    return heads, 4 if heads >= 8 else 2
 
 
 def padded_tail(dim: int, half: int) -> int:
