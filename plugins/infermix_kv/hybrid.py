@@ -190,17 +190,27 @@ class HybridSpace:
             space.truncate(seq_id, num_tokens)
         self._lengths[seq_id] = num_tokens
 
-    def fork(self, parent_id: int, child_id: int) -> list[tuple[int, int]] | None:
+    def fork(self, parent_id: int, child_id: int, num_tokens: int | None = None) -> list[tuple[int, int]] | None:
+        """The paged table comes last: the copies that it has booked before are handed out only when all can fork."""
         pairs: list[tuple[int, int]] = []
-        for number, (space, base) in enumerate(zip(self._spaces, self._bases, strict=True)):
-            copies = space.fork(parent_id, child_id)
+        for space, base in sorted(
+            zip(self._spaces, self._bases, strict=True), key=lambda each: each[0] is self._paged
+        ):
+            copies = space.fork(parent_id, child_id, num_tokens)
             if copies is None:
-                for other in self._spaces[:number]:
+                for other in self._spaces:
                     other.release(child_id)
                 return None
             pairs += [(source + base, target + base) for source, target in copies]
-        self._lengths[child_id] = self._lengths[parent_id]
+        self._lengths[child_id] = self._lengths[parent_id] if num_tokens is None else num_tokens
         return pairs
+
+    def take_copies(self) -> list[tuple[int, int]]:
+        """Those of the paged table; rings are copied whole by `fork`."""
+        if self._paged is None:
+            return []
+        base = self._bases[self._spaces.index(self._paged)]
+        return [(source + base, target + base) for source, target in self._paged.take_copies()]
 
     def release(self, seq_id: int) -> None:
         if seq_id in self._lengths:

@@ -76,12 +76,14 @@ class RingSpace:
 
     def check_cut(self, seq_id: int, num_tokens: int) -> None:
         """Raises `Unsupported` when the token after the cut would see keys that later ones have overwritten."""
-        oldest = self.overwritten(seq_id)
-        if max(0, num_tokens - self._window + 1) < oldest:
+        if not self._can_cut(seq_id, num_tokens):
             raise Unsupported(
                 f"cannot cut sequence {seq_id} at token {num_tokens}: its window of {self._window} begins before "
-                f"token {oldest}, the oldest that a ring of {self.capacity} tokens still holds"
+                f"token {self.overwritten(seq_id)}, the oldest that a ring of {self.capacity} tokens still holds"
             )
+
+    def _can_cut(self, seq_id: int, num_tokens: int) -> bool:
+        return max(0, num_tokens - self._window + 1) >= self.overwritten(seq_id)
 
     def truncate(self, seq_id: int, num_tokens: int) -> None:
         """Raises `Unsupported` as `check_cut` does."""
@@ -95,9 +97,12 @@ class RingSpace:
         del self._tables[seq_id][columns:]
         self._set_length(seq_id, num_tokens)
 
-    def fork(self, parent_id: int, child_id: int) -> list[tuple[int, int]] | None:
-        """Every block of the ring is copied."""
+    def fork(self, parent_id: int, child_id: int, num_tokens: int | None = None) -> list[tuple[int, int]] | None:
+        """Every block of the ring is copied; `None` also where the parent has overwritten what the child needs."""
         assert child_id not in self._rings, f"sequence {child_id} already holds blocks"
+        length = self._lengths[parent_id] if num_tokens is None else num_tokens
+        if not self._can_cut(parent_id, length):
+            return None
         ring = self._rings[parent_id]
         own = self._pool.allocate(len(ring))
         if own is None:
@@ -107,7 +112,8 @@ class RingSpace:
         self._repeat(self._tables[child_id], self._rings[child_id], len(self._tables[parent_id]))
         self._written[child_id] = self._written[parent_id]
         self._set_length(child_id, self._lengths[parent_id])
-        return list(zip(ring, own, strict=True))
+        self.truncate(child_id, length)
+        return list(zip(ring, self._rings[child_id], strict=False))
 
     def release(self, seq_id: int) -> None:
         ring = self._rings.pop(seq_id, None)

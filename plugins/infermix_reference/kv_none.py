@@ -22,8 +22,8 @@ class RecomputeSpace(RowSpace):
     def __init__(self, shape: KVShape) -> None:
         super().__init__(shape, fixed_rows=False, reserves_whole_rows=False)
 
-    def fork(self, parent_id: int, child_id: int) -> list[tuple[int, int]] | None:
-        return None if super().fork(parent_id, child_id) is None else []
+    def fork(self, parent_id: int, child_id: int, num_tokens: int | None = None) -> list[tuple[int, int]] | None:
+        return None if super().fork(parent_id, child_id, num_tokens) is None else []
 
     def usage(self) -> KVUsage:
         return KVUsage(0, 0, self._shape.capacity_tokens)

@@ -64,11 +64,11 @@ class RowSpace:
     def truncate(self, seq_id: int, num_tokens: int) -> None:
         self._set_length(seq_id, min(num_tokens, self._lengths[seq_id]))
 
-    def fork(self, parent_id: int, child_id: int) -> list[tuple[int, int]] | None:
+    def fork(self, parent_id: int, child_id: int, num_tokens: int | None = None) -> list[tuple[int, int]] | None:
         assert child_id not in self._tables, f"sequence {child_id} already holds a row"
         if not self._take_row(child_id):
             return None
-        self._set_length(child_id, self._lengths[parent_id])
+        self._set_length(child_id, self._lengths[parent_id] if num_tokens is None else num_tokens)
         return [(self._tables[parent_id][0], self._tables[child_id][0])]
 
     def release(self, seq_id: int) -> None:
@@ -96,7 +96,7 @@ class RowSpace:
         allocated = self._used_tokens
         if self._reserves_whole_rows:
             allocated = len(self._tables) * self._shape.block_size
-        return KVUsage(allocated, self._used_tokens, self._shape.capacity_tokens)
+        return KVUsage(allocated, self._used_tokens, self._shape.capacity_tokens, reserved_tokens=self._used_tokens)
 
     def _take_row(self, seq_id: int) -> bool:
         if not self._free:

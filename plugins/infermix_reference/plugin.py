@@ -14,6 +14,20 @@ if TYPE_CHECKING:
 
 class PagedOptions(Options, frozen=True):
     block_size: Annotated[int, Meta(ge=1, le=4096, description="tokens in one block", extra={"unit": "tokens"})] = 16
+    prefix_cache: Annotated[
+        Literal["off", "hash", "radix"],
+        Meta(
+            description="serve the first tokens of prompts from earlier requests; hash: full blocks, by hash tables; "
+            "radix: by a tree over tokens, which also copies the beginning of a block"
+        ),
+    ] = "off"
+    keep_between_repeats: Annotated[
+        bool, Meta(description="a repeat starts with the prefixes of the one before, not with an empty cache")
+    ] = False
+
+    def __post_init__(self) -> None:
+        if self.keep_between_repeats and self.prefix_cache == "off":
+            raise ValueError("keep_between_repeats needs a prefix_cache (hash or radix), which is off")
 
 
 class RtnOptions(Options, frozen=True):
@@ -93,6 +107,15 @@ def _swap_needs(options: ContinuousOptions, model: ModelFacts, machine: MachineF
     return frozenset({"kv:swap", "limits:kv_swap_bytes"} if options.preemption == "swap" else ())
 
 
+PAGED_FEATURES = frozenset(
+    ("view:paged", "kv:paged", "kv:truncate", "kv:fork", "kv:export", "kv:swap", "kv:preallocated", "graph:mixed")
+)
+
+
+def _paged_provides(options: PagedOptions, model: ModelFacts, machine: MachineFacts) -> Features:
+    return PAGED_FEATURES if options.prefix_cache == "off" else PAGED_FEATURES | {"kv:prefix"}
+
+
 def _gather(options: Any, model: ModelFacts, machine: MachineFacts) -> dict[str, str]:
     return {"view:dense": "gather"}
 
@@ -130,7 +153,7 @@ def _build_dense(options: Options, context: None) -> Any:
 def _build_paged(options: PagedOptions, context: None) -> Any:
     from infermix_reference.kv_paged import PagedLayout
 
-    return PagedLayout(options.block_size)
+    return PagedLayout(options.block_size, options.prefix_cache, keep_between_repeats=options.keep_between_repeats)
 
 
 def _build_unquantized(options: Options, context: None) -> Any:
@@ -242,20 +265,11 @@ def infermix_kv() -> list[Component]:
         Component(
             name="paged",
             role=Role.KV,
-            summary="blocks from one pool with reference counts, a block table per sequence",
+            summary="blocks from one pool with reference counts, prefix caching if asked for",
             build=_build_paged,
             options=PagedOptions,
             requires=("torch",),
-            provides=_always(
-                "view:paged",
-                "kv:paged",
-                "kv:truncate",
-                "kv:fork",
-                "kv:export",
-                "kv:swap",
-                "kv:preallocated",
-                "graph:mixed",
-            ),
+            provides=_paged_provides,
             adapters=_gather,
         ),
     ]

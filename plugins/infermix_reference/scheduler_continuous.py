@@ -9,7 +9,7 @@ from infermix.errors import OutOfMemory
 from infermix.roles.kv_space import KVSpace, SwapSpace
 from infermix.roles.request import Sequence
 from infermix.roles.scheduler import Plan, Scheduled
-from infermix.toolkit.admission import refuse_oversized
+from infermix.toolkit.admission import give_back, refuse_oversized, start_cached
 from infermix.toolkit.swapped import SwappedQueue
 
 
@@ -127,9 +127,11 @@ class ContinuousScheduler:
         while self._waiting and len(self._running) < self._max_num_seqs:
             seq = next(iter(self._waiting.values()))
             refuse_oversized(seq, space, self._waiting)
+            start_cached(seq, space)
             alone = first and not (space.recompute and plan.entries)
             new = self._affordable(seq, budget, space.recompute, alone)
             if not new or not space.reserve(seq.seq_id, seq.num_tokens):
+                give_back(seq, space)
                 break
             self._running[seq.seq_id] = self._waiting.pop(seq.seq_id)
             plan.entries.append(Scheduled(seq, new))

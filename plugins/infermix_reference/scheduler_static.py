@@ -7,7 +7,7 @@ from collections import OrderedDict
 from infermix.roles.kv_space import KVSpace
 from infermix.roles.request import Sequence
 from infermix.roles.scheduler import Plan, Scheduled
-from infermix.toolkit.admission import longest_context, refuse_oversized
+from infermix.toolkit.admission import give_back, longest_context, refuse_oversized, start_cached
 
 
 class StaticScheduler:
@@ -43,7 +43,9 @@ class StaticScheduler:
         while self._waiting and len(self._running) < self._batch_size:
             seq = next(iter(self._waiting.values()))
             refuse_oversized(seq, space, self._waiting)
+            start_cached(seq, space)
             if not space.reserve(seq.seq_id, longest_context(seq)):
+                give_back(seq, space)
                 break
             self._running[seq.seq_id] = self._waiting.pop(seq.seq_id)
 

@@ -59,7 +59,9 @@ def scripted(script: dict[str, list[int]], lag: int, num_blocks: int = 1000) -> 
         tokenizer=None,
         eos_token_ids=(STOP,),
         joint=SimpleNamespace(detach=lambda: None),  # type: ignore[arg-type]
-        runner=SimpleNamespace(reset_counters=lambda: None, counters=dict),  # type: ignore[arg-type]
+        runner=SimpleNamespace(  # type: ignore[arg-type]
+            reset_counters=lambda: None, counters=dict, copy_blocks=lambda: None
+        ),
         sampler=SimpleNamespace(reset=lambda: None, forget=lambda lane: None),  # type: ignore[arg-type]
         space=layout.space(shape),
         store=None,  # type: ignore[arg-type]

@@ -45,8 +45,8 @@ class _LeakySpace(PagedSpace):
 
 
 class _ForgetfulSpace(PagedSpace):
-    def fork(self, parent_id: int, child_id: int) -> Any:
-        super().fork(parent_id, child_id)
+    def fork(self, parent_id: int, child_id: int, num_tokens: int | None = None) -> Any:
+        super().fork(parent_id, child_id, num_tokens)
         return []
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from infermix.errors import OutOfMemory, Unsupported, UserError
+from infermix.errors import OutOfMemory, UserError
 from infermix.roles.kv_space import KVBudget, KVGroup
 from infermix.toolkit.conformance.batches import make_batch
 from infermix.toolkit.paged_space import PagedSpace
@@ -89,16 +89,76 @@ def test_fork_of_a_full_space_changes_nothing() -> None:
     assert space.usage() == before
 
 
-def test_cutting_inside_a_shared_block_is_refused() -> None:
+def test_cutting_inside_a_shared_block_copies_it_when_the_sequence_grows() -> None:
     space = _space(4, 4, 16)
     assert space.reserve(0, 10)
     space.fork(0, 1)
-    space.truncate(1, 9)
-    space.truncate(1, 8)
-    with pytest.raises(Unsupported, match="its block is shared"):
-        space.truncate(1, 7)
+    shared = list(space.block_table(0))[:2]
+    space.truncate(1, 7)
+    assert list(space.block_table(1)) == shared
+    assert space.take_copies() == []
+    assert space.reserve(1, 7)
+    assert space.take_copies() == []
+    assert space.reserve(1, 8)
+    own = space.block_table(1)[1]
+    assert own not in space.block_table(0)
+    assert space.take_copies() == [(shared[1], own)]
+    assert space.take_copies() == []
     space.truncate(1, 4)
-    assert list(space.block_table(0))[:1] == list(space.block_table(1))
+    assert list(space.block_table(1)) == shared[:1]
+
+
+def test_a_cut_block_whose_other_owner_left_is_written_in_place() -> None:
+    space = _space(4, 4, 16)
+    assert space.reserve(0, 8)
+    space.fork(0, 1)
+    space.truncate(1, 6)
+    space.release(0)
+    table = list(space.block_table(1))
+    assert space.reserve(1, 8)
+    assert list(space.block_table(1)) == table
+    assert space.take_copies() == []
+    assert space.usage().used_tokens == 8
+
+
+def test_growing_into_a_shared_block_needs_room_for_the_copy() -> None:
+    space = _space(4, 1, 16)
+    assert space.reserve(0, 16)
+    space.fork(0, 1)
+    space.truncate(1, 6)
+    before = space.usage()
+    assert not space.reserve(1, 7)
+    assert (space.usage(), space.take_copies()) == (before, [])
+    space.truncate(0, 12)
+    assert space.reserve(1, 7)
+
+
+def test_copies_are_read_before_anything_is_written() -> None:
+    """A target that becomes a source stands for its own source; one that is given back is not copied."""
+    space = _space(4, 4, 16)
+    assert space.reserve(0, 8)
+    space.fork(0, 1)
+    space.truncate(1, 6)
+    assert space.reserve(1, 7)
+    first, own = space.block_table(0)[1], space.block_table(1)[1]
+    pairs = space.fork(1, 2)
+    assert pairs == [(first, own), (first, space.block_table(2)[1])]
+    space.truncate(0, 6)
+    space.fork(0, 3, 4)
+    space.release(1)
+    space.truncate(2, 5)
+    assert space.fork(2, 4) == [(space.block_table(2)[1], space.block_table(4)[1])]
+
+
+def test_a_fork_shares_only_what_it_is_told() -> None:
+    """The parent has reserved 16 tokens and computed 6: it writes the rest of its second block itself."""
+    space = _space(4, 4, 16)
+    assert space.reserve(0, 16)
+    assert space.fork(0, 1, 6) == [(space.block_table(0)[1], space.block_table(1)[1])]
+    assert space.block_table(0)[0] == space.block_table(1)[0]
+    assert len(space.block_table(1)) == 2
+    assert space.usage().used_tokens == 16 + 2
+    assert space.usage().reserved_tokens == 16 + 6
 
 
 @pytest.mark.parametrize("layout", [PagedLayout(16), DenseLayout(), ConcatLayout()])

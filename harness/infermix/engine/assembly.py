@@ -127,7 +127,7 @@ def assemble(options: NativeOptions, context: EngineContext) -> NativeEngine:
     joint.attach(attention, store)
     selector = build.transforms.selector or TorchSelector()
     sampler = TokenSampler(build.max_num_seqs, context.facts.vocab_size, build.device, loaded.eos_token_ids, selector)
-    runner = ModelRunner(joint, space, shape, sampler.next_ids, context.facts.vocab_size)
+    runner = ModelRunner(joint, space, store, shape, sampler.next_ids, context.facts.vocab_size)
     if build.transforms or build.device.type == "cuda":
         with build.phase("warm"), torch.inference_mode():
             warm_up(joint, space, shape)
@@ -136,7 +136,7 @@ def assemble(options: NativeOptions, context: EngineContext) -> NativeEngine:
             build, runner, joint, shape, space, sampler.next_ids, selector, _query_lens(decoder)
         )
     scheduler = build.part(Role.SCHEDULER, build.max_num_seqs)
-    _report_parts(build, attention, layout, store, scheduler, decoder, shape)
+    _report_parts(build, attention, layout, space, store, scheduler, decoder, shape)
     return NativeEngine(
         context=context, report=build.report, tokenizer=tokenizer, eos_token_ids=loaded.eos_token_ids, joint=joint,
         runner=runner, sampler=sampler, space=space, store=store, shape=shape, scheduler=scheduler, decoder=decoder,
@@ -317,12 +317,13 @@ def _kv_bytes(build: Assembly) -> int | None:
 
 
 def _report_parts(
-    build: Assembly, attention: Any, layout: Any, store: Any, scheduler: Any, decoder: Any, shape: KVShape
+    build: Assembly, attention: Any, layout: Any, space: Any, store: Any, scheduler: Any, decoder: Any, shape: KVShape
 ) -> None:
     build.executed(Role.ATTENTION, attention)
     build.executed(
         Role.KV,
         layout,
+        space=_qualified_name(space),
         store=_qualified_name(store),
         block_size=shape.block_size,
         num_blocks=shape.num_blocks,

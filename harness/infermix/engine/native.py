@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from infermix.engine.forks import share_kv
+from infermix.engine.kv_counters import KVCounters
 from infermix.engine.scoring import Scorer
 from infermix.engine.warm import num_compiles
 from infermix.errors import InfermixError, UserError
 from infermix.roles.request import FinishReason, Request, Sequence, TokenEvent
+from infermix.toolkit.admission import give_back
 from infermix.toolkit.sampling import stop_tokens
 
 if TYPE_CHECKING:
@@ -56,6 +59,9 @@ class NativeEngine:
         self._space, self._store, self._shape = space, store, shape
         self._scheduler, self._decoder, self._lanes = scheduler, decoder, lanes
         self._lag, self._swapper = lag, swapper
+        self._kv = KVCounters(space)
+        self._register = getattr(space, "register", None)
+        self._forked: list[Sequence] = []
         self._pending: deque[Any] = deque()
         self._live: dict[int, Sequence] = {}
         self._next_id = 0
@@ -64,10 +70,25 @@ class NativeEngine:
 
     def submit(self, request: Request) -> None:
         self._refuse_misfit(request)
-        sequence = Sequence(self._next_id, request, list(request.prompt_ids), len(request.prompt_ids))
-        self._next_id += 1
-        self._scheduler.add(sequence)
-        self._live[sequence.seq_id] = sequence
+        self._add(self._new_sequence(request))
+
+    @torch.inference_mode()
+    def fork(self, request_id: str, request: Request) -> None:
+        """Submit a request that begins with the KV of a running one, as far as their tokens agree.
+
+        Parallel samples and beams do so with a prompt that repeats the other's tokens. What is not shared, for want
+        of memory or because the request is not let in at the next step, is computed. Raises `UserError` like
+        `submit`, and for an unknown `request_id`.
+        """
+        self._refuse_misfit(request)
+        parent = next((seq for seq in self._live.values() if seq.request.request_id == request_id), None)
+        if parent is None:
+            raise UserError(f"request {request_id!r} is not running, so nothing can be forked from it")
+        child = self._new_sequence(request)
+        share_kv(parent, child, self._space, self._store, self._shape)
+        if child.num_computed:
+            self._forked.append(child)
+        self._add(child)
 
     @property
     def has_work(self) -> bool:
@@ -76,14 +97,17 @@ class NativeEngine:
     @torch.inference_mode()
     def step(self) -> list[TokenEvent]:
         plan = self._scheduler.schedule(self._space, self._context.clock_ns() / 1e9)
-        self._note_usage(plan)
+        self._note_plan(plan)
         for sequence in (*plan.preempted, *plan.swapped_out):
             self._forget_device_state(sequence)
             sequence.num_preemptions += 1
+        self._runner.copy_blocks()
+        self._settle_forks(plan)
         if self._swapper is not None:
             self._swap(self._swapper, plan)
         if plan.entries:
             self._launch(plan)
+        self._kv.sample()
         if not self._pending:
             return self._refuse_stall(plan)
         if len(self._pending) <= self._lag and plan.entries:
@@ -99,9 +123,9 @@ class NativeEngine:
     def report(self) -> EngineReport:
         self._report.counters = {
             **self._counters,
+            **self._kv.counters(),
             **(self._swapper.counters() if self._swapper else {}),
             **self._decoder_counters(),
-            **(self._space.counters() if hasattr(self._space, "counters") else {}),
             **self._runner.counters(),
             "compiles": float(num_compiles()),
         }
@@ -110,6 +134,7 @@ class NativeEngine:
     def reset(self) -> None:
         for sequence in list(self._live.values()):
             self._retire(sequence, FinishReason.ABORT)
+        self._forked.clear()
         while self._pending:
             self._decoder.collect(self._pending.popleft())
         self._sampler.reset()
@@ -117,20 +142,11 @@ class NativeEngine:
             self._swapper.reset()
         if hasattr(self._decoder, "reset"):
             self._decoder.reset()
-        if hasattr(self._space, "reset_counters"):
-            self._space.reset_counters()
+        if hasattr(self._space, "reset_prefixes"):
+            self._space.reset_prefixes()
+        self._kv.reset()
         self._runner.reset_counters()
-        self._counters = dict.fromkeys(
-            (
-                "steps",
-                "preemptions",
-                "computed_tokens",
-                "discarded_tokens",
-                "allocated_tokens_sum",
-                "used_tokens_sum",
-            ),
-            0.0,
-        )
+        self._counters = dict.fromkeys(("steps", "preemptions", "computed_tokens", "discarded_tokens"), 0.0)
 
     def _decoder_counters(self) -> dict[str, float]:
         counters = getattr(self._decoder, "counters", None)
@@ -169,7 +185,28 @@ class NativeEngine:
                 f"the vocabulary has {self._context.facts.vocab_size}"
             )
 
+    def _new_sequence(self, request: Request) -> Sequence:
+        sequence = Sequence(self._next_id, request, list(request.prompt_ids), len(request.prompt_ids))
+        self._next_id += 1
+        return sequence
+
+    def _add(self, sequence: Sequence) -> None:
+        self._scheduler.add(sequence)
+        self._live[sequence.seq_id] = sequence
+
+    def _settle_forks(self, plan: Plan) -> None:
+        """Forks that were not let in at once must not hold blocks that those who run may need."""
+        if self._forked:
+            running = {entry.sequence.seq_id for entry in plan.entries}
+            for child in self._forked:
+                if child.seq_id not in running:
+                    give_back(child, self._space)
+            self._forked.clear()
+
     def _launch(self, plan: Plan) -> None:
+        for entry in plan.entries:
+            if entry.sequence.lane < 0:
+                self._kv.begin(entry.sequence)
         self._lanes.assign(entry.sequence for entry in plan.entries)
         self._pending.append(self._decoder.launch(plan, self._runner, self._sampler))
         for entry in plan.entries:
@@ -177,6 +214,14 @@ class NativeEngine:
             finished_prompt = entry.num_new_tokens == sequence.num_uncomputed
             sequence.num_computed += entry.num_new_tokens
             sequence.num_inflight += finished_prompt
+            if self._register is not None:
+                self._publish(sequence)
+
+    def _publish(self, sequence: Sequence, last: bool = False) -> None:
+        """Offer what was computed to later requests; device order makes their launches read it as it is now."""
+        assert self._register is not None
+        salt = sequence.request.cache_salt
+        self._register(sequence.seq_id, sequence.tokens, sequence.num_computed, salt, last)
 
     def _swap(self, swapper: BlockSwapper, plan: Plan) -> None:
         """Queue the plan's copies, and let the step wait for what it reads."""
@@ -245,12 +290,15 @@ class NativeEngine:
 
     def _retire(self, sequence: Sequence, reason: FinishReason) -> None:
         sequence.finish_reason = reason
+        if self._register is not None and reason is not FinishReason.ABORT:
+            self._publish(sequence, last=True)
         self._scheduler.finish(sequence)
         self._space.release(sequence.seq_id)
         self._forget_device_state(sequence)
         del self._live[sequence.seq_id]
 
     def _forget_device_state(self, sequence: Sequence) -> None:
+        self._kv.end(sequence)
         if hasattr(self._decoder, "forget"):
             self._decoder.forget(sequence)
         if sequence.lane >= 0:
@@ -259,10 +307,7 @@ class NativeEngine:
         if self._swapper is not None:
             self._swapper.wait_for((sequence.seq_id,))
 
-    def _note_usage(self, plan: Plan) -> None:
-        usage = self._space.usage()
+    def _note_plan(self, plan: Plan) -> None:
         self._counters["steps"] += 1
         self._counters["preemptions"] += len(plan.preempted) + len(plan.swapped_out)
         self._counters["computed_tokens"] += plan.num_new_tokens
-        self._counters["allocated_tokens_sum"] += usage.allocated_tokens
-        self._counters["used_tokens_sum"] += usage.used_tokens

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from infermix.engine.mixed_graphs import MixedGraphs, MixedStep
     from infermix.roles.batch import Batch
     from infermix.roles.kv_space import KVShape, KVSpace
+    from infermix.roles.kv_store import KVStore
     from infermix.roles.request import Sequence as SequenceState
     from infermix.roles.scheduler import Plan, Scheduled
 
@@ -32,8 +33,12 @@ class ModelRunner:
     `num_eager_steps`, `num_graph_steps` and `num_mixed_graph_steps` (of the latter) say what happened how often.
     """
 
-    def __init__(self, joint: Joint, space: KVSpace, shape: KVShape, next_ids: Tensor, vocab_size: int) -> None:
-        self._joint, self._space, self._shape, self._next_ids = joint, space, shape, next_ids
+    def __init__(
+        self, joint: Joint, space: KVSpace, store: KVStore, shape: KVShape, next_ids: Tensor, vocab_size: int
+    ) -> None:
+        self._joint, self._space, self._store, self._shape = joint, space, store, shape
+        self._next_ids = next_ids
+        self._take_copies = getattr(space, "take_copies", None)
         self.vocab_size = vocab_size
         self.graphs: StepGraphs | None = None
         self.mixed: MixedGraphs | None = None
@@ -53,6 +58,7 @@ class ModelRunner:
         }
 
     def forward(self, plan: Plan, want: Want = Want()) -> Forward:
+        self.copy_blocks()
         limit = self._shape.max_query_len
         if limit is None or all(entry.num_new_tokens <= limit for entry in plan.entries):
             return self._forward(plan.entries, want)
@@ -94,6 +100,11 @@ class ModelRunner:
         """Tokens of the sequence that are in the cache before this step."""
         seq = entry.sequence
         return seq.num_computed - num_dropped(self._space, seq.seq_id, seq.num_computed, entry.num_new_tokens)
+
+    def copy_blocks(self) -> None:
+        """Make the copies that copy-on-write asks for; before anything else changes the store."""
+        if self._take_copies is not None and (pairs := self._take_copies()):
+            self._store.copy(pairs)
 
     def _rows(self, entries: Sequence[Scheduled]) -> list[Scheduled | None]:
         """Entries in batch order; a layout with fixed rows puts each sequence at its row and leaves holes."""

@@ -55,7 +55,7 @@ class SecondModel:
             )  # fmt: skip
         joint.attach(attention, store)
         self.sampler = TokenSampler(build.max_num_seqs, facts.vocab_size, build.device, ())
-        self.runner = ModelRunner(joint, self.space, shape, self.sampler.next_ids, facts.vocab_size)
+        self.runner = ModelRunner(joint, self.space, store, shape, self.sampler.next_ids, facts.vocab_size)
         self.kv_bytes = store.allocated_bytes()
         if capture and not self.space.recompute:
             self.runner.graphs = StepGraphs(joint, shape, self.sampler.next_ids, build.max_num_seqs, (1, 2))

@@ -157,11 +157,15 @@ class KVShape:
 
 @dataclass(frozen=True, slots=True)
 class KVUsage:
-    """Slots at one moment: allocated to sequences, of those holding a token, and all."""
+    """Slots at one moment: allocated to sequences, of those reserved for a token, and all. A shared slot counts once.
+
+    `reserved_tokens` is the sum of what the sequences reserved, shared slots counted for each (`None`: not known).
+    """
 
     allocated_tokens: int
     used_tokens: int
     capacity_tokens: int
+    reserved_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +184,7 @@ class Eviction:
 class KVSpace(Protocol):
     """Block ownership per sequence id. Every method is O(blocks touched).
 
-    Optional methods:
+    Optional methods, which whoever wants them asks for:
 
     - `place(seq_id, start, stop) -> int` of a layout that drops tokens: arrange the table for a forward that computes
       tokens `start ... stop - 1` of the sequence, and return how many earlier tokens are not in the cache. Token p
@@ -189,6 +193,7 @@ class KVSpace(Protocol):
     - `evictions() -> list[Eviction]`, what `place` decided since the last call; the store carries it out
       (`KVStore.evict`) before the next forward.
     - `counters() -> dict[str, float]`, cumulative figures for the record; `reset_counters()` starts them anew.
+    - copy-on-write and prefix caching: `roles.kv_prefix`.
     """
 
     #: A sequence keeps one row for life and must sit at that index of a captured batch (dense layouts).
@@ -207,10 +212,13 @@ class KVSpace(Protocol):
         """
         ...
 
-    def fork(self, parent_id: int, child_id: int) -> list[tuple[int, int]] | None:
-        """Let `child_id` share the parent's tokens; returns (source, target) block copies to make, `None` if full.
+    def fork(self, parent_id: int, child_id: int, num_tokens: int | None = None) -> list[tuple[int, int]] | None:
+        """Let `child_id` share the parent's first `num_tokens` tokens (`None`: all that are reserved).
 
-        Where block tables have pools of their own, the pairs are meant for `KVStore.copy` of the same layout alone.
+        Returns (source, target) block copies to make at once, `None` (and no change) if full, or if the parent no
+        longer holds what the child would need. Tokens that the parent has reserved but not computed must be left out:
+        it will write them. Where block tables have pools of their own, the pairs are meant for `KVStore.copy` of the
+        same layout alone.
         """
         ...
 

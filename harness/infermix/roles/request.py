@@ -25,7 +25,10 @@ class SamplingParams:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One request. `arrival_s` is the intended arrival, in seconds from the start of its repeat."""
+    """One request. `arrival_s` is the intended arrival, in seconds from the start of its repeat.
+
+    Only requests of equal `cache_salt` share cached prefixes.
+    """
 
     request_id: str
     prompt_ids: tuple[int, ...]
@@ -33,6 +36,7 @@ class Request:
     arrival_s: float = 0.0
     category: str = ""
     priority: int = 0
+    cache_salt: str = ""
 
 
 class FinishReason(enum.StrEnum):
@@ -57,8 +61,9 @@ class Sequence:
     """A request inside an engine.
 
     `tokens` are prompt and committed output; `num_inflight` counts tokens that are sampled on the device but not
-    yet read; `num_computed` counts tokens whose K and V are in the store once every launched step has run. `lane` is
-    the row of the engine's persistent device buffers.
+    yet read; `num_computed` counts tokens whose K and V are in the store once every launched step has run;
+    `num_cached` of them a prefix cache has just served (the engine counts them at the next launch). `lane` is the row
+    of the engine's persistent device buffers.
     """
 
     seq_id: int
@@ -67,6 +72,7 @@ class Sequence:
     num_prompt_tokens: int
     lane: int = -1
     num_computed: int = 0
+    num_cached: int = 0
     num_inflight: int = 0
     num_preemptions: int = 0
     finish_reason: FinishReason | None = None

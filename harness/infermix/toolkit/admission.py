@@ -1,4 +1,4 @@
-"""What both schedulers ask before they let a request in."""
+"""What schedulers ask before they let a request in."""
 
 from __future__ import annotations
 
@@ -26,3 +26,25 @@ def refuse_oversized(sequence: Sequence, space: KVSpace, waiting: MutableMapping
         f"the prompt, {sampling.max_new_tokens} new), more than the KV memory ever holds",
         hint="raise limits.max_model_len or limits.kv_memory_bytes, or shorten the request",
     )
+
+
+def start_cached(sequence: Sequence, space: KVSpace) -> None:
+    """Let a sequence that holds nothing begin behind its longest cached prefix.
+
+    `num_computed` is then what need not be computed, and as much is reserved. Call it before asking how many new
+    tokens the sequence has; if it is not let in after all, call `give_back`. Does nothing where the space has no
+    prefix cache, and for a sequence that holds KV already.
+    """
+    match = getattr(space, "match", None)
+    if match is None or sequence.num_computed:
+        return
+    known = min(len(sequence.tokens), sequence.num_tokens - 1)
+    sequence.num_cached = match(sequence.seq_id, sequence.tokens, known, sequence.request.cache_salt)
+    sequence.num_computed = sequence.num_cached
+
+
+def give_back(sequence: Sequence, space: KVSpace) -> None:
+    """The sequence goes on waiting: it must not hold blocks that those who run may need."""
+    if sequence.num_computed:
+        space.release(sequence.seq_id)
+        sequence.num_computed = sequence.num_cached = 0

@@ -1,12 +1,13 @@
-"""Ownership of fixed-size blocks, a block table per sequence, full blocks shared between forks. No torch."""
+"""Ownership of fixed-size blocks, a block table per sequence, blocks shared between forks. No torch."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from infermix.errors import Unsupported, UserError
+from infermix.errors import UserError
 from infermix.roles.kv_space import BlockMoves, KVBudget, KVGroup, KVShape, KVUsage
+from infermix.toolkit.block_copies import BlockCopies
 from infermix.toolkit.block_pool import BlockPool
 from infermix.toolkit.host_blocks import HostBlocks
 
@@ -51,7 +52,10 @@ def paged_shape(
 
 
 class PagedSpace:
-    """Block ownership. A full block may have several owners; the partial last one has exactly one.
+    """Block ownership with copy-on-write (`roles.kv_prefix.SharingSpace`).
+
+    A full block may have several owners. A fork copies the partial last block at once, since parent and child write
+    it next; a sequence that is cut inside a block which is not its own alone copies it when it grows again.
 
     Tables are arrays, not lists: packing copies them into a batch by the thousand.
     """
@@ -59,14 +63,18 @@ class PagedSpace:
     fixed_rows = False
     recompute = False
 
-    def __init__(self, shape: KVShape) -> None:
+    def __init__(self, shape: KVShape, on_evict: Callable[[int], None] | None = None) -> None:
         self._shape = shape
         self._block_size = shape.block_size
-        self._pool = BlockPool(shape.num_blocks)
+        self._pool = BlockPool(shape.num_blocks, on_evict)
+        self._copies = BlockCopies()
         self._host = HostBlocks.of(shape)
         self._tables: dict[int, array[int]] = {}
         self._lengths: dict[int, int] = {}
-        self._used_tokens = 0
+        #: Sequences cut inside a block that may have other owners.
+        self._cut: set[int] = set()
+        self._num_reserved = 0
+        self._num_unused = 0
 
     def reserve(self, seq_id: int, num_tokens: int) -> bool:
         length = self._lengths.get(seq_id, 0)
@@ -76,6 +84,8 @@ class PagedSpace:
             return False
         table = self._tables.get(seq_id)
         missing = -(-num_tokens // self._block_size) - (len(table) if table else 0)
+        if seq_id in self._cut and not self._own_tail(seq_id, missing):
+            return False
         if missing > 0:
             blocks = self._pool.allocate(missing)
             if blocks is None:
@@ -85,46 +95,60 @@ class PagedSpace:
             else:
                 table.extend(blocks)
         self._lengths[seq_id] = num_tokens
-        self._used_tokens += num_tokens - length
+        self._num_reserved += num_tokens - length
+        self._num_unused += missing * self._block_size - (num_tokens - length)
         return True
 
     def truncate(self, seq_id: int, num_tokens: int) -> None:
-        """Raises `Unsupported` when the cut falls inside a block that another sequence owns too."""
         length, table = self._lengths[seq_id], self._tables[seq_id]
         if num_tokens >= length:
             return
         kept = -(-num_tokens // self._block_size)
-        if num_tokens % self._block_size and self._pool.references(table[kept - 1]) > 1:
-            raise Unsupported(f"cannot cut sequence {seq_id} at token {num_tokens}: its block is shared")
-        self._give_back(table[kept:], kept, length)
-        if kept:
-            self._used_tokens -= min(length, kept * self._block_size) - num_tokens
+        self._num_unused -= self._tail(seq_id)
+        self._give_back(table[kept:])
         del table[kept:]
         self._lengths[seq_id] = num_tokens
+        self._num_reserved -= length - num_tokens
+        self._cut.discard(seq_id)
+        if num_tokens % self._block_size and self._is_shared(table[-1]):
+            self._cut.add(seq_id)
+        self._num_unused += self._tail(seq_id)
 
-    def fork(self, parent_id: int, child_id: int) -> list[tuple[int, int]] | None:
+    def fork(self, parent_id: int, child_id: int, num_tokens: int | None = None) -> list[tuple[int, int]] | None:
         assert child_id not in self._tables, f"sequence {child_id} already holds blocks"
         table, length = self._tables[parent_id], self._lengths[parent_id]
+        if num_tokens is not None:
+            assert num_tokens <= length, f"sequence {parent_id} holds {length} tokens, not {num_tokens}"
+            length = num_tokens
         num_full, partial = divmod(length, self._block_size)
         own = self._pool.allocate(1 if partial else 0)
         if own is None:
             return None
         shared = table[:num_full]
         self._pool.incref(shared)
-        self._tables[child_id] = shared + array("i", own)
-        self._lengths[child_id] = length
-        self._used_tokens += partial
-        return [(table[num_full], own[0])] if own else []
+        if own:
+            self._copies.book(table[num_full], own[0])
+        self._begin(child_id, shared + array("i", own), length)
+        return self.take_copies()
+
+    def take_copies(self) -> list[tuple[int, int]]:
+        return self._copies.take()
 
     def release(self, seq_id: int) -> None:
-        table = self._tables.pop(seq_id, None)
-        if table is not None:
-            self._give_back(table, 0, self._lengths.pop(seq_id))
-        else:
+        table = self._tables.get(seq_id)
+        if table is None:
             self._host.release(seq_id)
+            return
+        self._num_unused -= self._tail(seq_id)
+        self._give_back(table)
+        del self._tables[seq_id]
+        self._num_reserved -= self._lengths.pop(seq_id)
+        self._cut.discard(seq_id)
 
     def swap_out(self, seq_id: int, num_tokens: int) -> BlockMoves | None:
         """Shared blocks are saved as well: the sequence comes back with blocks of its own."""
+        if self._copies.is_target(self._tables[seq_id]):
+            return None  # what it would save is not there yet
         return self._host.swap_out(self, seq_id, num_tokens)
 
     def swap_in(self, seq_id: int, num_tokens: int) -> BlockMoves | None:
@@ -138,14 +162,55 @@ class PagedSpace:
         return num_tokens <= limit
 
     def usage(self) -> KVUsage:
-        return KVUsage(self._pool.num_used * self._block_size, self._used_tokens, self._shape.capacity_tokens)
+        allocated = self._pool.num_used * self._block_size
+        return KVUsage(
+            allocated, allocated - self._num_unused, self._shape.capacity_tokens, reserved_tokens=self._num_reserved
+        )
 
-    def _give_back(self, blocks: Sequence[int], first_index: int, length: int) -> None:
-        """Drop blocks `first_index`... of a sequence of `length` tokens; only freed ones stop counting as used."""
-        if not blocks:
-            return
-        freed = self._pool.release(blocks)
-        self._used_tokens -= len(freed) * self._block_size
-        last_tokens = length - (first_index + len(blocks) - 1) * self._block_size
-        if freed and freed[-1] == blocks[-1]:
-            self._used_tokens += self._block_size - last_tokens
+    def counters(self) -> dict[str, float]:
+        return {"kv_copied_blocks": float(self._copies.num_booked)}
+
+    def reset_counters(self) -> None:
+        self._copies.num_booked = 0
+
+    def _begin(self, seq_id: int, table: array[int], length: int) -> None:
+        """Enter a sequence whose blocks are referenced already."""
+        self._tables[seq_id] = table
+        self._lengths[seq_id] = length
+        self._num_reserved += length
+        self._num_unused += self._tail(seq_id)
+
+    def _tail(self, seq_id: int) -> int:
+        """Slots of the sequence's last block that hold none of its tokens; 0 where others may use them."""
+        if seq_id in self._cut:
+            return 0
+        return len(self._tables[seq_id]) * self._block_size - self._lengths[seq_id]
+
+    def _is_shared(self, block: int) -> bool:
+        return self._pool.references(block) > 1 or self._pool.is_kept(block)
+
+    def _own_tail(self, seq_id: int, missing: int) -> bool:
+        """Make the last block of a cut sequence its own, if `missing` more blocks can be had besides."""
+        table, pool = self._tables[seq_id], self._pool
+        last = table[-1]
+        if self._is_shared(last):
+            if pool.num_free <= missing:
+                if pool.references(last) > 1 or pool.num_free < missing:
+                    return False
+                # It is published, but nobody else holds it: without idle blocks behind it, it can be taken back.
+                pool.drop_idle()
+                pool.forget(last)
+            else:
+                own = pool.allocate(1)
+                assert own is not None
+                self._copies.book(last, own[0])
+                table[-1] = own[0]
+                self._give_back((last,))
+        elif pool.num_free < missing:
+            return False
+        self._cut.discard(seq_id)
+        self._num_unused += self._tail(seq_id)
+        return True
+
+    def _give_back(self, blocks: Sequence[int]) -> None:
+        self._copies.cancel(self._pool.release(blocks))

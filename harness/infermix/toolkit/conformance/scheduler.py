@@ -46,8 +46,8 @@ class CountingSpace:
     def truncate(self, seq_id: int, num_tokens: int) -> None:
         self.held[seq_id] = min(num_tokens, self.held[seq_id])
 
-    def fork(self, parent_id: int, child_id: int) -> list[tuple[int, int]] | None:
-        return [] if self.reserve(child_id, self.held[parent_id]) else None
+    def fork(self, parent_id: int, child_id: int, num_tokens: int | None = None) -> list[tuple[int, int]] | None:
+        return [] if self.reserve(child_id, num_tokens or self.held[parent_id]) else None
 
     def release(self, seq_id: int) -> None:
         if self.held.pop(seq_id, None) is None:
@@ -71,6 +71,23 @@ class CountingSpace:
         return KVUsage(self.num_used * size, sum(self.held.values()), self.num_blocks * size)
 
 
+@dataclass
+class CachingSpace(CountingSpace):
+    """Finds the first `cached` tokens of everything, and knows who was served so."""
+
+    cached: int = 8
+    served: dict[int, int] = field(default_factory=dict)
+
+    def match(self, seq_id: int, token_ids: Many[int], max_tokens: int, salt: str = "") -> int:
+        assert seq_id not in self.held, f"sequence {seq_id} holds KV and asks for a cached prefix"
+        assert 0 <= max_tokens <= len(token_ids), f"{max_tokens} of {len(token_ids)} tokens may come from a cache"
+        hit = min(self.cached, max_tokens)
+        if not hit or not self.reserve(seq_id, hit):
+            return 0
+        self.served[seq_id] = hit
+        return hit
+
+
 def make_sequence(seq_id: int, prompt: int, output: int) -> Sequence:
     """A new sequence with `prompt` tokens that stops after `output` more."""
     sampling = SamplingParams(max_new_tokens=output)
@@ -79,7 +96,10 @@ def make_sequence(seq_id: int, prompt: int, output: int) -> Sequence:
 
 
 def check_scheduler(component: Component, options: Any = None, *, max_num_seqs: int = 4) -> None:
-    """Roomy and tight KV, recompute, tokens read one step late, arrivals while running, a request that never fits."""
+    """Roomy and tight KV, recompute, tokens read one step late, arrivals while running, a request that never fits.
+
+    Where the space has a prefix cache, every sequence that is let in has to be served from it first.
+    """
     options = component.options() if options is None else options
 
     def build() -> Scheduler:
@@ -94,6 +114,11 @@ def check_scheduler(component: Component, options: Any = None, *, max_num_seqs: 
                 run_to_end(build(), space, lengths, max_num_seqs=max_num_seqs, lag=lag)
         space = CountingSpace(100, recompute=True)
         run_to_end(build(), space, lengths, max_num_seqs=max_num_seqs, lag=lag)
+        for blocks in (-(-longest // 4), 100):
+            caching = CachingSpace(blocks)
+            run_to_end(build(), caching, lengths, max_num_seqs=max_num_seqs, lag=lag)
+            wanted = {index for index, (prompt, _) in enumerate(lengths) if prompt > 1}
+            assert wanted <= set(caching.served), "a sequence was let in without asking for its cached prefix"
     _check_oversized(build())
 
 
@@ -152,6 +177,7 @@ class _Engine:
         sampled = []
         for entry in plan.entries:
             seq = entry.sequence
+            seq.num_cached = 0
             seq.num_computed += entry.num_new_tokens
             if not seq.num_uncomputed:
                 seq.num_inflight += 1
@@ -206,6 +232,8 @@ class _Engine:
         assert 0 < num_new_tokens <= seq.num_uncomputed, (
             f"{name} gets {num_new_tokens} of {seq.num_uncomputed} tokens"
         )
+        served = getattr(self.space, "served", {}).get(seq.seq_id, 0) if seq.num_cached else 0
+        assert seq.num_computed >= served, f"{name} computes tokens that a cache has served"
         wanted = seq.num_computed + num_new_tokens
         assert self.space.reserve(seq.seq_id, wanted), f"KV for token {wanted} of {name} was not reserved"
 
