@@ -162,7 +162,7 @@ class EvictingSpace:
         self._keep_blocks(held, num_tokens)
         held.length = num_tokens
 
-    def fork(self, parent_id: int, child_id: int) -> list[tuple[int, int]] | None:
+    def fork(self, parent_id: int, child_id: int, num_tokens: int | None = None) -> list[tuple[int, int]] | None:
         raise Unsupported("a cache whose tokens are evicted by their scores cannot be forked")
 
     def release(self, seq_id: int) -> None:

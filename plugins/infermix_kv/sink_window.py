@@ -132,7 +132,7 @@ class SinkWindowSpace:
         held = self._held[seq_id]
         if num_tokens >= held.length:
             return
-        if held.dropped and num_tokens < held.dropped + self._sink_blocks * self._block_size:
+        if not self._can_cut(held, num_tokens):
             raise Unsupported(
                 f"cannot cut sequence {seq_id} at token {num_tokens}: {held.dropped} were dropped there"
             )
@@ -141,15 +141,20 @@ class SinkWindowSpace:
         del held.blocks[kept:]
         held.length = num_tokens
 
-    def fork(self, parent_id: int, child_id: int) -> list[tuple[int, int]] | None:
+    def _can_cut(self, held: _Held, num_tokens: int) -> bool:
+        return not held.dropped or num_tokens >= held.dropped + self._sink_blocks * self._block_size
+
+    def fork(self, parent_id: int, child_id: int, num_tokens: int | None = None) -> list[tuple[int, int]] | None:
         """Every block is copied: the child's window moves on its own."""
         assert child_id not in self._held, f"sequence {child_id} already holds blocks"
         parent = self._held[parent_id]
-        own = self._pool.allocate(len(parent.blocks))
+        length = parent.length if num_tokens is None else num_tokens
+        columns = min(-(-(length - parent.dropped) // self._block_size), len(parent.blocks))
+        own = self._pool.allocate(columns) if self._can_cut(parent, length) else None
         if own is None:
             return None
-        self._held[child_id] = _Held(array("i", own), parent.length, parent.dropped)
-        return list(zip(parent.blocks, own, strict=True))
+        self._held[child_id] = _Held(array("i", own), length, parent.dropped)
+        return list(zip(parent.blocks, own, strict=False))
 
     def release(self, seq_id: int) -> None:
         held = self._held.pop(seq_id, None)

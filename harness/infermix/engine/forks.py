@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from infermix.errors import Unsupported
+
 if TYPE_CHECKING:
     from infermix.roles.kv_space import KVShape, KVSpace
     from infermix.roles.kv_store import KVStore
@@ -13,13 +15,17 @@ if TYPE_CHECKING:
 def share_kv(parent: Sequence, child: Sequence, space: KVSpace, store: KVStore, shape: KVShape) -> None:
     """Fork the parent's KV as far as the child's tokens agree with what it has computed, but for the last one.
 
-    The child's last token is computed again for its logits. Nothing is shared while the parent waits, where the space
-    is full, or where a fork would take the last free block: the parent may need it at the next step.
+    The child's last token is computed again for its logits. Nothing is shared while the parent waits, by a layout
+    that does not fork, where the space is full, or where a fork would take the last free block: the parent may need
+    it at the next step.
     """
     num_shared = _num_shared(parent, child)
     if parent.lane < 0 or not num_shared:
         return
-    pairs = space.fork(parent.seq_id, child.seq_id, num_shared)
+    try:
+        pairs = space.fork(parent.seq_id, child.seq_id, num_shared)
+    except Unsupported:
+        return
     if pairs is None:
         return
     store.copy(pairs)
