@@ -109,19 +109,22 @@ class KiviSpace(PagedSpace):
 
     def truncate(self, seq_id: int, num_tokens: int) -> None:
         """Raises `Unsupported` when the tail no longer holds tokens that are in no quantized group after the cut."""
-        needed = self._rule.num_flushed(num_tokens)
-        overwritten = self._highest[seq_id] - self._rule.capacity
-        if needed < min(overwritten, num_tokens):
+        if not self._can_cut(seq_id, num_tokens):
             raise Unsupported(
                 f"kv 'kivi' cannot cut sequence {seq_id} from {self._highest[seq_id]} to {num_tokens} tokens: its "
                 f"tail of {self._rule.capacity} takes back {self._rule.max_truncate}; raise residual_length"
             )
         super().truncate(seq_id, num_tokens)
 
-    def fork(self, parent_id: int, child_id: int) -> list[tuple[int, int]] | None:
-        if not self._free_rows:
+    def _can_cut(self, seq_id: int, num_tokens: int) -> bool:
+        overwritten = self._highest[seq_id] - self._rule.capacity
+        return self._rule.num_flushed(num_tokens) >= min(overwritten, num_tokens)
+
+    def fork(self, parent_id: int, child_id: int, num_tokens: int | None = None) -> list[tuple[int, int]] | None:
+        length = self._lengths[parent_id] if num_tokens is None else num_tokens
+        if not self._free_rows or not self._can_cut(parent_id, length):
             return None
-        pairs = super().fork(parent_id, child_id)
+        pairs = super().fork(parent_id, child_id, num_tokens)
         if pairs is None:
             return None
         self._rows[child_id] = heapq.heappop(self._free_rows)
