@@ -57,7 +57,7 @@ class StateSpace(PagedSpace):
         """The least number of tokens to which the sequence can be cut."""
         return self._oldest[seq_id]
 
-    def fork(self, parent_id: int, child_id: int) -> list[tuple[int, int]] | None:
+    def fork(self, parent_id: int, child_id: int, num_tokens: int | None = None) -> list[tuple[int, int]] | None:
         raise Unsupported("recurrent states are not shared between sequences: kv 'state' cannot fork")
 
     def release(self, seq_id: int) -> None:
