@@ -24,9 +24,10 @@ class QuantizedStore(PoolStore):
         self._dtype, self._stored = dtype, stored
         self._scales: dict[int, tuple[Tensor, Tensor]] = {}
         for group in shape.groups:
-            for layer in group.layers:
-                size = (shape.num_blocks + 1, group.num_kv_heads, shape.block_size)
-                self._scales[layer] = _zeros(size, device), _zeros(size, device)
+            size = (len(group.layers), shape.num_blocks + 1, group.num_kv_heads, shape.block_size)
+            scales = zip(_zeros(size, device), _zeros(size, device), strict=True)
+            for layer, pair in zip(group.layers, scales, strict=True):
+                self._scales[layer] = pair
                 keys, values = (pool.view(torch.uint8) for pool in self._pools[layer])
                 self._slots[layer] = keys.flatten(0, 1), values.flatten(0, 1)
                 self.parts[layer] = (keys, values, *self._scales[layer])

@@ -56,7 +56,8 @@ class PoolStore(BlockStore):
     """K `[num_blocks + 1, block_size, Hkv, Dk]` and V alike for every layer; the last block is the sink.
 
     Layers of a block table with a pool of its own have that many blocks (`KVShape.blocks_of`). In a group with shared
-    values, V is a view of the first `Dv` numbers of K, and is neither allocated nor written.
+    values, V is a view of the first `Dv` numbers of K, and is neither allocated nor written. The layers of a group
+    share one allocation of keys and one of values, so that few copies move a block of all of them.
     """
 
     def __init__(self, shape: KVShape, device: torch.device | str, dtype: torch.dtype) -> None:
@@ -65,15 +66,14 @@ class PoolStore(BlockStore):
         self._slots: dict[int, tuple[Tensor, ...]] = {}
         for index, group in enumerate(shape.groups):
             slots = shape.blocks_of(shape.table_of(index)) + 1, shape.block_size
-            for layer in group.layers:
-                keys = self._allocate((*slots, group.num_kv_heads, group.key_dim), device, dtype)
-                if group.shared_values:
-                    self._pools[layer] = keys, keys[..., : group.value_dim]
-                    self._slots[layer] = (keys.flatten(0, 1),)
-                else:
-                    values = self._allocate((*slots, group.num_kv_heads, group.value_dim), device, dtype)
-                    self._pools[layer] = keys, values
-                    self._slots[layer] = keys.flatten(0, 1), values.flatten(0, 1)
+            dims = (group.key_dim,) if group.shared_values else (group.key_dim, group.value_dim)
+            parts = [
+                self._allocate((len(group.layers), *slots, group.num_kv_heads, dim), device, dtype).unbind()
+                for dim in dims
+            ]
+            for layer, own in zip(group.layers, zip(*parts, strict=True), strict=True):
+                self._pools[layer] = own[0], own[1] if len(own) > 1 else own[0][..., : group.value_dim]
+                self._slots[layer] = tuple(part.flatten(0, 1) for part in own)
         super().__init__({layer: self._pools[layer][: len(slots)] for layer, slots in self._slots.items()})
 
     def _allocate(self, size: tuple[int, ...], device: torch.device | str, dtype: torch.dtype) -> Tensor:
@@ -93,13 +93,13 @@ class PoolStore(BlockStore):
         raise NotImplementedError
 
     def block_tensors(self, table: int = 0) -> list[Tensor]:
-        """Every tensor of the layers whose KV group uses block table `table`."""
-        tables = self.shape.group_tables or (0,) * len(self.shape.groups)
-        layers = [
-            layer for group, used in zip(self.shape.groups, tables, strict=True) if used == table
-            for layer in group.layers
-        ]  # fmt: skip
-        return [part for layer in layers for part in self.parts[layer]]
+        """Every tensor of the layers whose KV group uses block table `table`; equal parts of all layers together."""
+        found: list[Tensor] = []
+        for index, group in enumerate(self.shape.groups):
+            if self.shape.table_of(index) == table:
+                for alike in zip(*(self.parts[layer] for layer in group.layers), strict=True):
+                    found += alike
+        return found
 
 
 class PagedStore(PoolStore):
