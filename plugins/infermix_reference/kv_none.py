@@ -32,6 +32,9 @@ class RecomputeSpace(RowSpace):
 class RecomputeStore:
     """Passes the keys and values of the current layer on; they must be those of whole sequences."""
 
+    #: Nothing outlives its layer: those that share keys and values hand them over again.
+    forgets = True
+
     def __init__(self) -> None:
         self._layer_idx = -1
         self._current: tuple[Tensor, Tensor] | None = None

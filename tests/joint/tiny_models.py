@@ -122,6 +122,17 @@ _RECURRENT: dict[str, dict[str, Any]] = {
 _SPECIAL: dict[str, dict[str, Any]] = {
     # by default only one layer in six is a full one
     "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"] * 2},
+    # the last two layers read the keys and values of the two before them
+    **{
+        family: {
+            "num_hidden_layers": 6,
+            "num_kv_shared_layers": 2,
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            "vocab_size_per_layer_input": VOCAB,
+            "hidden_size_per_layer_input": 16,
+        }
+        for family in ("gemma3n_text", "gemma4_text")
+    },
     "gemma2": {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0},
     "phi4_multimodal": {
         "vision_config": {
@@ -146,6 +157,8 @@ def tiny_config(model_type: str, **overrides: Any) -> Any:
     kind = CONFIG_MAPPING[model_type]
     known = kind().to_dict().keys() | set(getattr(kind, "attribute_map", {}))
     small = {key: value for key, value in _SMALL.items() if key in known}
+    if model_type == "gemma3n_text":  # these two are lists over the layers by default
+        small |= {"intermediate_size": [96] * 6, "activation_sparsity_pattern": [0.0] * 6, "laurel_rank": 8}
     if "kv_lora_rank" in known:  # latent attention: every head has keys of its own, made of the parts named above
         small.pop("head_dim", None)
         small["num_key_value_heads"] = small["num_attention_heads"]

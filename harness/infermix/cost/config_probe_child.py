@@ -63,7 +63,13 @@ def probe(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _recorder(calls: list[dict[str, Any]]) -> Any:
+    handed: list[tuple[int | None, Any, Any]] = []
+
     def attention(module: Any, q: Any, k: Any, v: Any, attention_mask: Any = None, **keywords: Any) -> Any:
+        if not calls:
+            handed.clear()
+        # held, so that no later tensor takes the place of an earlier one
+        handed.append((getattr(module, "layer_idx", None), k, v))
         calls.append(
             {
                 "layer_idx": getattr(module, "layer_idx", None),
@@ -74,6 +80,7 @@ def _recorder(calls: list[dict[str, Any]]) -> Any:
                 "window": keywords.get("sliding_window") or None,
                 "softcap": bool(keywords.get("softcap")),
                 "sinks": keywords.get("s_aux") is not None,
+                "kv_from": next((idx for idx, key, value in handed[:-1] if key is k and value is v), None),
             }
         )
         return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]), None
@@ -160,6 +167,7 @@ def _read_off(module: Any, config: dict[str, Any]) -> dict[str, Any]:
         "window": window if isinstance(window, int) and window > 0 else None,
         "softcap": bool(getattr(module, "attn_logit_softcapping", None)),
         "sinks": any("sink" in name for name in own),
+        "kv_from": None,
     }
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from infermix.paths import cache_dir
 
 #: Raise it when the shape of what is cached changes.
-FORMAT = 4
+FORMAT = 5
 
 _SAMPLES = 16
 _SAMPLE_BYTES = 4096

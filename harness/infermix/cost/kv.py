@@ -64,3 +64,10 @@ def kv_bytes_per_token(facts: ModelFacts, element_bytes: float | None = None) ->
 def kv_bytes_read(groups: Iterable[KVGroup], context: int, element_bytes: float) -> float:
     """Bytes of K and V that attention over `context` tokens touches for one sequence, windows counted."""
     return sum(group.bytes_per_token(element_bytes) * min(context, group.window or context) for group in groups)
+
+
+def kv_bytes_read_again(facts: ModelFacts, context: int, element_bytes: float) -> float:
+    """The same for layers that read what another layer stored (`LayerFacts.kv_from`): nothing kept, but moved."""
+    shared = (layer for layer in facts.layers if layer.kind == "attention" and layer.kv_from is not None)
+    groups = (KVGroup((0,), layer.num_kv_heads, layer.key_dim, layer.value_dim, layer.window) for layer in shared)
+    return kv_bytes_read(groups, context, element_bytes)

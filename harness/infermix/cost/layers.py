@@ -124,7 +124,9 @@ def probed_layers(
 def _probed_layer(config: Config, layer: int, module: Mapping[str, Any] | None) -> LayerFacts:
     if module is None:
         return LayerFacts(_kind_without_attention(config, layer), 0, 0, 0, 0, **_routing(config, layer))
-    shape = {name: module[name] for name in ("num_heads", "num_kv_heads", "key_dim", "value_dim", "window")}
+    shape = {
+        name: module[name] for name in ("num_heads", "num_kv_heads", "key_dim", "value_dim", "window", "kv_from")
+    }
     return LayerFacts(kind="attention", **shape, **_latent(config), **_routing(config, layer))
 
 

@@ -16,7 +16,7 @@ from infermix.cost.flops import (
     output_matrix,
 )
 from infermix.cost.formulas import ridge
-from infermix.cost.kv import kv_bytes_read, kv_groups
+from infermix.cost.kv import kv_bytes_read, kv_bytes_read_again, kv_groups
 from infermix.roles.facts import Ceilings, MatrixFacts, ModelFacts
 
 #: Matrices that quantizers convert; embedding, output layer and routers keep the model's dtype.
@@ -181,6 +181,6 @@ def _weights_read(matrix: MatrixFacts, tokens: int) -> float:
 def _attention_cost(facts: ModelFacts, batch: int, new_tokens: int, context: int, element_bytes: float) -> KindCost:
     groups = kv_groups(facts)
     written = sum(group.bytes_per_token(element_bytes) for group in groups) * new_tokens
-    read = kv_bytes_read(groups, context, element_bytes)
+    read = kv_bytes_read(groups, context, element_bytes) + kv_bytes_read_again(facts, context, element_bytes)
     flops = sum(attention_flops(layer, new_tokens, context) for layer in facts.layers)
     return KindCost(SCORES, float(batch * flops), 0.0, batch * (read + written))

@@ -85,15 +85,18 @@ def _compute(
     layer = context.layers[module.layer_idx]  # type: ignore[index]
     group = batch.groups[layer.group]
     q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in new)
-    if layer.kv_from is not None:
-        pass  # keys and values were written by the layer that they belong to
-    elif rotation is None:
-        store.write(layer.layer_idx, k, v, batch, group)
-    else:
-        q = _rotate_and_write(store, rotation, layer.layer_idx, (q, k, v), batch, group)
+    owner = layer.layer_idx if layer.kv_from is None else layer.kv_from
+    if rotation is not None:
+        if layer.kv_from is not None:
+            raise Unsupported(
+                f"layer {layer.layer_idx} shares the keys of layer {owner} and leaves their rotation to us"
+            )
+        q = _rotate_and_write(store, rotation, owner, (q, k, v), batch, group)
+    elif layer.kv_from is None or getattr(store, "forgets", False):
+        store.write(owner, k, v, batch, group)
     if context.observe is not None:
         context.observe(layer, q, batch, group)
-    view = store.view(layer.layer_idx if layer.kv_from is None else layer.kv_from, batch, group)
+    view = store.view(owner, batch, group)
     return attention.forward(q, view, batch, layer)
 
 

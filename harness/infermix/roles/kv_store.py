@@ -176,6 +176,9 @@ class KVStore(Protocol):
     A store of a layout that provides `kv:swap` has `block_tensors(table) -> list[Tensor]`: every tensor that blocks
     of that table address, contiguous, indexed by block in dimension 0. Copying row i of all of them copies block i.
 
+    A store with `forgets = True` holds K and V of one layer at a time: a layer that shares those of another writes
+    them again, under the other's index.
+
     Optional methods of a store that drops tokens by their attention scores:
 
     - `observe(layer: LayerSpec, q, batch, group)`, called in every layer after `write` and before attention with the
