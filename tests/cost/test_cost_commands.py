@@ -6,6 +6,7 @@ import argparse
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -154,3 +155,17 @@ def test_commands_import_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_kv_bytes_are_those_of_the_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`paged` keeps whole contexts in windowed layers, `hybrid` a ring of 512 + 511 tokens in blocks of 16."""
+    config = {"model_type": "mistral", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+              "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 96, "sliding_window": 512,
+              "max_position_embeddings": 8192, "torch_dtype": "float32"}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    token = 2 * 2 * 2 * 16 * 4  # layers, K and V, heads, width, bytes
+    for layout, tokens in (("paged", 4096), ("hybrid", 1024)):
+        asked = ("--device", "cpu", "--context", "4096", "--batch", "3", "--dtype", "float32")
+        found = answer(capsys, str(tmp_path / "config.json"), *asked, "--parts", f"kv={layout}")
+        assert found["kv_bytes_per_seq"] == tokens * token
+        assert found["memory"]["kv_bytes"] == (3 * tokens + 16) * token  # and the sink block

@@ -41,6 +41,8 @@ class _Parts:
     weight_bits: float | None = None
     kv_element_bytes: float | None = None
     cached: bool = True
+    kv_seq_bytes: float | None = None
+    kv_batch_bytes: int | None = None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -96,19 +98,22 @@ def _with_parts(setting: Setting, texts: Iterable[str], facts: ModelFacts) -> Se
             parts = replace(parts, weight_bits=component.weight_bits(checked))
         else:
             parts = _with_layout(parts, component.build(checked, None), setting, facts)
-    return replace(
-        setting, weight_bits=parts.weight_bits, kv_element_bytes=parts.kv_element_bytes, cached=parts.cached
-    )
+    return replace(setting, **vars(parts))
 
 
 def _with_layout(parts: _Parts, layout: Any, setting: Setting, facts: ModelFacts) -> _Parts:
-    """What the layout stores per value, scales included, and whether it stores anything."""
+    """What the layout stores per value, scales included, what it allocates, and whether it stores anything."""
     budget = KVBudget(setting.batch, setting.context, facts.dtype_bytes, states=layer_states(facts))
     shape = layout.shape(stored_groups(facts, layout), budget)
     if layout.space(shape).recompute:
         return replace(parts, cached=False)
     values = kv_bytes_per_token(facts, 1.0)
-    return replace(parts, kv_element_bytes=shape.bytes_per_token / values if values else None)
+    return replace(
+        parts,
+        kv_element_bytes=shape.bytes_per_token / values if values else None,
+        kv_seq_bytes=shape.bytes_of_sequence(setting.context),
+        kv_batch_bytes=shape.bytes,
+    )
 
 
 def _parse_part(text: str) -> tuple[Role, str, dict[str, Any]]:

@@ -24,7 +24,9 @@ from infermix.roles.facts import ModelFacts
 class Setting:
     """What is asked. `weight_bits` and `kv_element_bytes` are `None` where the parts keep the model's dtype.
 
-    `cached`: false for `kv: none`. Rates and `memory_bytes` are `None` where nobody knows them.
+    `cached`: false for `kv: none`. `kv_seq_bytes`, `kv_batch_bytes`: what a chosen KV layout allocates for one such
+    sequence and for the batch; `None` where no layout is chosen, and only what attention reads is counted. Rates and
+    `memory_bytes` are `None` where nobody knows them.
     """
 
     context: int
@@ -32,6 +34,8 @@ class Setting:
     weight_bits: float | None = None
     kv_element_bytes: float | None = None
     cached: bool = True
+    kv_seq_bytes: float | None = None
+    kv_batch_bytes: int | None = None
     bytes_per_s: float | None = None
     flops_per_s: float | None = None
     memory_bytes: int | None = None
@@ -151,6 +155,8 @@ def _mean_bits(facts: ModelFacts, weight_bits: float | None) -> float:
 def _kv_bytes_per_seq(facts: ModelFacts, setting: Setting) -> float:
     if not setting.cached:
         return 0.0
+    if setting.kv_seq_bytes is not None:
+        return setting.kv_seq_bytes
     return kv_bytes_read(kv_groups(facts), setting.context, setting.kv_element_bytes or facts.dtype_bytes)
 
 
@@ -163,10 +169,15 @@ def _predicted(facts: ModelFacts, setting: Setting) -> MemoryPrediction:
         max_num_batched_tokens=max(setting.context, setting.batch),
         max_num_seqs=setting.batch,
     )
+    if setting.kv_batch_bytes is not None:
+        return replace(memory, kv_bytes=setting.kv_batch_bytes)
     return replace(memory, kv_bytes=round(setting.batch * _kv_bytes_per_seq(facts, setting)))
 
 
 def _that_fit(facts: ModelFacts, setting: Setting, memory: MemoryPrediction, room: float) -> int:
+    if setting.kv_seq_bytes:
+        left = room - memory.weights_bytes - memory.activation_bytes - memory.overhead_bytes
+        return max(0, int(left // setting.kv_seq_bytes))
     return sequences_that_fit(
         facts,
         int(room),

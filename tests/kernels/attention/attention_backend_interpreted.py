@@ -11,6 +11,7 @@ from infermix.roles.attention import LayerSpec
 from infermix.roles.kv_store import DenseView, PagedView, RaggedView
 from infermix.toolkit.conformance import attention as conformance
 from infermix.toolkit.conformance.batches import make_batch
+from infermix.toolkit.plain_attention import plain_attention
 from infermix_kernels.reference.attention import paged_attention as reference_attention
 from infermix_triton.attention import TritonAttention
 from torch import Tensor
@@ -45,6 +46,32 @@ def test_a_mixed_batch_through_blocks_and_dense_rows(tmp_path: Path) -> None:
     keys, values = _pools(len(CONTEXTS), 64)
     out = backend.forward(q, DenseView(keys, values), batch, LAYER)
     assert torch.allclose(out.double(), _expected(q, keys, values, batch, None), atol=2e-6)
+
+
+@pytest.mark.parametrize("block_size", [4, 16])
+def test_a_block_table_that_repeats_a_ring(tmp_path: Path, block_size: int) -> None:
+    """What a window sees of contexts many times as long as their rings; memory that nobody wrote is NaN."""
+    query_lens, contexts, window = (1, 3, 9), (70, 5, 61), 10
+    ring = -(-(window + max(query_lens) - 1) // block_size)
+    layer = LayerSpec(0, 0, 4, 2, 64, 64, scale=0.2, window=window)
+    tables = [
+        [row * ring + column % ring for column in range(-(-context // block_size))]
+        for row, context in enumerate(contexts)
+    ]
+    keys, values = (pool.fill_(float("nan")) for pool in _pools(3 * ring + 1, block_size))
+    whole = [_pools(1, context) for context in contexts]
+    for table, parts in zip(tables, whole, strict=True):
+        for token in range(parts[0].shape[1]):  # in order: later tokens overwrite those that left the window
+            for pool, part in zip((keys, values), parts, strict=True):
+                pool[table[token // block_size], token % block_size] = part[0, token]
+    q = torch.randn(sum(query_lens), 4, 64, generator=torch.Generator().manual_seed(1))
+    batch = make_batch(query_lens, contexts, tables, block_size=block_size, sink_block=3 * ring)
+    out = _backend(tmp_path).forward(q, PagedView(keys, values, batch.groups[0].block_tables), batch, layer)
+    expected = [
+        plain_attention(rows, parts[0][0], parts[1][0], layer)
+        for rows, parts in zip(q.split(query_lens), whole, strict=True)
+    ]
+    assert torch.allclose(out.double(), torch.cat(expected), atol=2e-6)
 
 
 def _expected(q: Tensor, keys: Tensor, values: Tensor, batch: object, tables: Tensor | None) -> Tensor:
