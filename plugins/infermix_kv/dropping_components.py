@@ -175,7 +175,7 @@ def _cuts() -> list[Component]:
             build=_build_sink_window,
             options=SinkWindowOptions,
             requires=("torch",),
-            provides=_always(*(name for name in RING_FEATURES if name != "kv:swap")),
+            provides=_always(*RING_FEATURES),
             adapters=_gather,
             lossless=lambda options: False,
             source="Xiao et al., Efficient Streaming Language Models with Attention Sinks, 2023",

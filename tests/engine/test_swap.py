@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -103,6 +104,26 @@ def test_reset_in_the_middle_leaves_nothing_behind(build_engine: Build, roomy: d
     assert engine._space._host.num_used == 0
     assert engine.report().counters["swaps_out"] == 0
     assert generate(engine, requests()) == roomy
+
+
+def test_what_leaves_moves_before_copies_and_what_comes_back_after(
+    build_engine: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = _pressed(build_engine, ("paged", {"block_size": 4}), 140)
+    done: list[str] = []
+    swapper, runner = engine._swapper, engine._runner
+    execute, copy_blocks = swapper.execute, runner.copy_blocks
+    monkeypatch.setattr(
+        swapper, "execute", lambda moves: (done.append("out" if moves[0].to_host else "in"), execute(moves))
+    )
+    monkeypatch.setattr(runner, "copy_blocks", lambda: (done.append("copies"), copy_blocks()))
+    launch = engine._launch
+    monkeypatch.setattr(engine, "_launch", lambda plan: (done.append("step"), launch(plan)))
+    generate(engine, requests())
+    pairs = set(itertools.pairwise(done))
+    assert {after for here, after in pairs if here == "out"} == {"copies"}
+    assert {here for here, after in pairs if after == "in"} == {"copies"}
+    assert {after for here, after in pairs if here == "in"} == {"step"}
 
 
 def test_unstated_host_memory_is_an_error(build_engine: Build) -> None:

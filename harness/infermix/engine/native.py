@@ -101,10 +101,8 @@ class NativeEngine:
         for sequence in (*plan.preempted, *plan.swapped_out):
             self._forget_device_state(sequence)
             sequence.num_preemptions += 1
-        self._runner.copy_blocks()
+        self._move_blocks(plan)
         self._settle_forks(plan)
-        if self._swapper is not None:
-            self._swap(self._swapper, plan)
         if plan.entries:
             self._launch(plan)
         self._kv.sample()
@@ -223,11 +221,20 @@ class NativeEngine:
         salt = sequence.request.cache_salt
         self._register(sequence.seq_id, sequence.tokens, sequence.num_computed, salt, last)
 
-    def _swap(self, swapper: BlockSwapper, plan: Plan) -> None:
-        """Queue the plan's copies, and let the step wait for what it reads."""
-        if plan.moves:
-            swapper.execute(plan.moves)
-        swapper.wait_for(entry.sequence.seq_id for entry in plan.entries)
+    def _move_blocks(self, plan: Plan) -> None:
+        """Queue what changes blocks before the step, and let the step wait for what it reads.
+
+        What leaves goes first, since copies may be written where it was; what comes back goes last, since it may be
+        written where copies are read.
+        """
+        swapper, num_out = self._swapper, len(plan.swapped_out)
+        if swapper is not None and num_out:
+            swapper.execute(plan.moves[:num_out])
+        self._runner.copy_blocks()
+        if swapper is not None:
+            if plan.swapped_in:
+                swapper.execute(plan.moves[num_out:])
+            swapper.wait_for(entry.sequence.seq_id for entry in plan.entries)
 
     def _refuse_stall(self, plan: Plan) -> list[TokenEvent]:
         if self._live and not plan.preempted and not plan.moves:
