@@ -108,7 +108,8 @@ def _default_split(shape: ShapeClass, widest: int) -> Launch:
 def _default_quantized(shape: ShapeClass) -> Launch:
     if shape.rows > 16:
         return Launch(shape.rows, 64, 4, 3, 2)
-    return Launch(16, 64, 2, 3, 8, 200) if shape.crowded else Launch(16, 128, 4, 3, 2)
+    # Four programs a multiprocessor instead of as many as fit: 1.82 against 1.59 times bf16 on an H200 (int8, B=64).
+    return Launch(16, 64, 2, 3, 4, 200) if shape.crowded else Launch(16, 128, 4, 3, 2)
 
 
 def fits(shape: ShapeClass, launch: Launch) -> bool:

@@ -88,7 +88,7 @@ def check_case(backend: AttentionBackend, case: Any, view_name: str, block_size:
         case = replace(case, keys=list(map(_rounded, case.keys)), values=list(map(_rounded, case.values)))
     expected = reference_attention(case)
     view, batch = _pack(case, view_name, block_size, captured=False)
-    compare(backend.forward(case.q, view, batch, case.layer), expected, label)
+    compare(backend.forward(case.q, view, batch, case.layer), expected, label, _slack(view_name, case.q.dtype))
     if capture and len(set(case.query_lens)) == 1 and view_name != "ragged":
         _check_captured(backend, case, view_name, block_size, expected, label)
 
@@ -107,11 +107,19 @@ def tolerance(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps * (16 if dtype == torch.float32 else 4)
 
 
-def compare(out: Tensor, expected: Tensor, label: str) -> None:
+def _slack(view_name: str, dtype: torch.dtype) -> float:
+    """Integer keys may be multiplied with a bias on them that is taken off the scores.
+
+    The Triton kernels keep int8 as 1152 + value; nine times the size of a value is nine times the rounding.
+    """
+    return 9.0 if view_name == "quantized" and dtype == torch.float32 else 1.0
+
+
+def compare(out: Tensor, expected: Tensor, label: str, slack: float = 1.0) -> None:
     assert out.shape == expected.shape, f"{label}: shape {tuple(out.shape)}, expected {tuple(expected.shape)}"
     assert not out.isnan().any(), f"{label}: NaN in the output"
     error = (out.double() - expected).abs().max().item()
-    limit = tolerance(out.dtype) * max(1.0, expected.abs().max().item())
+    limit = slack * tolerance(out.dtype) * max(1.0, expected.abs().max().item())
     assert error <= limit, f"{label}: off by {error:.3g}, allowed {limit:.3g}"
 
 
@@ -248,7 +256,7 @@ def _check_captured(
     out, replay = _record(backend, q, view, batch, case.layer)
     batch.context_lens.copy_(contexts)
     out = replay() if replay is not None else out
-    compare(out[: len(case.q)], expected, f"captured, {label}")
+    compare(out[: len(case.q)], expected, f"captured, {label}", _slack(view_name, out.dtype))
     assert (out[len(case.q) :] == 0).all(), f"captured, {label}: padded rows are not zero"
 
 
