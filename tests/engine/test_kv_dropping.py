@@ -185,3 +185,32 @@ def test_snapkv_refuses_a_budget_below_its_observation_window(build_engine: Buil
         build_engine({"kv": ("snapkv", {"budget": 8})})
     with pytest.raises(UserError, match="4 is even"):
         build_engine({"kv": ("snapkv", {"pool_kernel": 4})})
+
+
+ON_GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"))
+
+
+@pytest.mark.parametrize("attention", [pytest.param(name, marks=ON_GPU) for name in ("eager", "triton")])
+def test_hybrid_gives_the_tokens_of_paged_from_graphs(build_engine: Build, tiny_gemma3: Path, attention: str) -> None:
+    """Decode steps replayed from CUDA graphs, block tables of rings included."""
+    paged, hybrid = (
+        build_engine({"attention": attention, "kv": kv}, model=tiny_gemma3, device="cuda", kv_memory_bytes=1 << 24)
+        for kv in (("paged", {"block_size": 4}), HYBRID)
+    )
+    assert generate(hybrid, requests()) == generate(paged, requests())
+    assert hybrid.report().counters["graph_steps"] > hybrid.report().counters["eager_steps"]
+
+
+@pytest.mark.parametrize("attention", [pytest.param(name, marks=ON_GPU) for name in ("eager", "triton")])
+@pytest.mark.parametrize("name", LOSSY)
+def test_lossy_tokens_from_graphs_are_the_eager_ones(build_engine: Build, name: str, attention: str) -> None:
+    captured, eager = (
+        build_engine(
+            {"attention": attention, "kv": LOSSY[name]}, {"graphs": graphs}, device="cuda", kv_memory_bytes=1 << 24
+        )
+        for graphs in ("auto", "off")
+    )
+    assert generate(captured, requests()) == generate(eager, requests())
+    counters = captured.report().counters
+    assert counters["kv_dropped_tokens"] > 0
+    assert (counters["graph_steps"] > 0) == (name != "h2o")
