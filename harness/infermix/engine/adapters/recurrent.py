@@ -152,7 +152,7 @@ class RecurrentJoint(Joint):
             single = _column(batch, column, part.query_len)
             begun = [count + column for count in past]
             logits = self._rectangle(single, begun, 1, [row // part.query_len for row in wanted], checked)
-            kept.update(zip(wanted, logits.split(1), strict=True))
+            kept.update({row: logits[index : index + 1] for index, row in enumerate(wanted)})
         return torch.cat([kept[row] for row in rows]) if rows else logits[:0]
 
     def _rectangle(
