@@ -141,6 +141,30 @@ class PasskeyOptions(EvaluatorOptions, frozen=True, kw_only=True):
         return max(self.lengths)
 
 
+class AssociativeRecallOptions(EvaluatorOptions, frozen=True, kw_only=True):
+    """Recall of one of many pairs that a prompt states: what a state of constant size still holds of them."""
+
+    pairs: Annotated[
+        tuple[Annotated[int, Meta(ge=1, le=400)], ...],
+        Meta(min_length=1, description="pairs that a prompt states, one of which is asked for"),
+    ] = (4, 16, 64)
+    trials: Annotated[int, Meta(ge=1, description="prompts per number of pairs")] = 16
+    digits: Annotated[int, Meta(ge=3, le=18, description="digits of a value")] = 3
+    new_tokens: Annotated[int, Meta(ge=1, description="most tokens of an answer", extra={"unit": "tokens"})] = 8
+    chat: Annotated[
+        bool, Meta(description="ask through the chat template; false: plain text that the answer continues")
+    ] = False
+    seed: Annotated[int, Meta(description="draws names, values and questions")] = 0
+
+    def __post_init__(self) -> None:
+        if len(set(self.pairs)) != len(self.pairs):
+            raise ValueError(f"pairs {list(self.pairs)} repeats a value")
+
+    def max_tokens(self) -> int:
+        """At most one token per character of `Box AB holds 123. `, and 200 for all else, a chat template included."""
+        return max(self.pairs) * (16 + self.digits) + 200 + self.new_tokens
+
+
 def _build_perplexity(options: PerplexityOptions, context: Any) -> Any:
     from infermix.quality.perplexity import PerplexityEvaluator
 
@@ -157,6 +181,12 @@ def _build_passkey(options: PasskeyOptions, context: Any) -> Any:
     from infermix.quality.passkey import PasskeyEvaluator
 
     return PasskeyEvaluator(options, context)
+
+
+def _build_associative_recall(options: AssociativeRecallOptions, context: Any) -> Any:
+    from infermix.quality.associative_recall import AssociativeRecallEvaluator
+
+    return AssociativeRecallEvaluator(options, context)
 
 
 def _protocol_needs(protocol: Protocol) -> Features:
@@ -194,5 +224,12 @@ COMPONENTS = (
         summary="retrieval of a number hidden in a long text, by length and depth",
         options=PasskeyOptions,
         build=_build_passkey,
+    ),
+    Component(
+        name="associative_recall",
+        role=Role.EVALUATOR,
+        summary="recall of one of many pairs that a prompt states, by their number",
+        options=AssociativeRecallOptions,
+        build=_build_associative_recall,
     ),
 )
