@@ -72,6 +72,33 @@ VARIANTS: dict[tuple[Role, str], list[dict[str, Any]]] = {
         {"preemption": "swap"},
         {"preemption": "swap", "max_num_batched_tokens": 4, "chunked": True},
     ],
+    (Role.SCHEDULER, "dynamic"): [{"batch_size": 3, "max_wait_s": 0.0}, {"batch_size": 3, "max_wait_s": 5.0}],
+    (Role.SCHEDULER, "chunked_prefill"): [
+        {"max_num_batched_tokens": 4},
+        {"max_num_batched_tokens": 16, "max_chunk_tokens": 3},
+        {"preemption": "swap", "watermark": 0.2},
+    ],
+    (Role.SCHEDULER, "priority"): [
+        {"ageing_s": 0.0},
+        {"max_num_batched_tokens": 4, "chunked": True, "preemption": "swap"},
+        {"watermark": 0.9},
+    ],
+    (Role.SCHEDULER, "shortest_first"): [
+        {"length": "prompt", "ageing_s_per_token": 0.0},
+        {"length": "output", "max_num_batched_tokens": 4, "chunked": True, "preemption": "swap"},
+    ],
+    (Role.SCHEDULER, "fair_share"): [
+        {"weights": {"a": 3.0}, "max_num_batched_tokens": 4},
+        {"chunked": True, "max_num_batched_tokens": 4, "preemption": "swap"},
+    ],
+    (Role.SCHEDULER, "class_budgets"): [
+        {"budgets": {"a": 1}, "default_budget": 2, "max_num_batched_tokens": 4},
+        {"budgets": {"a": 7}, "preemption": "swap", "watermark": 0.1},
+    ],
+    (Role.SCHEDULER, "slo_aware"): [
+        {"tpot_s": 1e-6},
+        {"tpot_s": 0.0125, "ttft_s": 0.02, "max_num_batched_tokens": 20, "preemption": "swap"},
+    ],
 }
 
 

@@ -11,6 +11,7 @@ import torch
 from infermix.engine.forks import share_kv
 from infermix.engine.kv_counters import KVCounters
 from infermix.engine.scoring import Scorer
+from infermix.engine.step_times import StepTimes
 from infermix.engine.warm import num_compiles
 from infermix.errors import InfermixError, UserError
 from infermix.roles.request import FinishReason, Request, Sequence, TokenEvent
@@ -63,6 +64,7 @@ class NativeEngine:
         self._register = getattr(space, "register", None)
         self._forked: list[Sequence] = []
         self._pending: deque[Any] = deque()
+        self._step_times = StepTimes(scheduler, context.clock_ns)
         self._live: dict[int, Sequence] = {}
         self._next_id = 0
         self._counters: dict[str, float] = {}
@@ -110,7 +112,9 @@ class NativeEngine:
             return self._refuse_stall(plan)
         if len(self._pending) <= self._lag and plan.entries:
             return []
-        return self._commit(self._decoder.collect(self._pending.popleft()))
+        emissions = self._decoder.collect(self._pending.popleft())
+        self._step_times.collected()
+        return self._commit(emissions)
 
     @torch.inference_mode()
     def score(self, requests: Seq[ScoreRequest]) -> list[Score]:
@@ -135,6 +139,7 @@ class NativeEngine:
         self._forked.clear()
         while self._pending:
             self._decoder.collect(self._pending.popleft())
+        self._step_times.reset()
         self._sampler.reset()
         if self._swapper is not None:
             self._swapper.reset()
@@ -206,6 +211,7 @@ class NativeEngine:
             if entry.sequence.lane < 0:
                 self._kv.begin(entry.sequence)
         self._lanes.assign(entry.sequence for entry in plan.entries)
+        self._step_times.launched(plan)
         self._pending.append(self._decoder.launch(plan, self._runner, self._sampler))
         for entry in plan.entries:
             sequence = entry.sequence
@@ -237,7 +243,7 @@ class NativeEngine:
             swapper.wait_for(entry.sequence.seq_id for entry in plan.entries)
 
     def _refuse_stall(self, plan: Plan) -> list[TokenEvent]:
-        if self._live and not plan.preempted and not plan.moves:
+        if self._live and not plan.preempted and not plan.moves and plan.wake_s is None:
             raise InfermixError(
                 f"the scheduler runs nothing although {self._scheduler.num_waiting} wait and "
                 f"{self._scheduler.num_running} run; KV {self._space.usage()}"

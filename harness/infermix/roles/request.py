@@ -27,7 +27,8 @@ class SamplingParams:
 class Request:
     """One request. `arrival_s` is the intended arrival, in seconds from the start of its repeat.
 
-    Only requests of equal `cache_salt` share cached prefixes.
+    Only requests of equal `cache_salt` share cached prefixes. `priority`: smaller is more urgent. `tenant` is who
+    pays, for schedulers that share between tenants.
     """
 
     request_id: str
@@ -37,6 +38,7 @@ class Request:
     category: str = ""
     priority: int = 0
     cache_salt: str = ""
+    tenant: str = ""
 
 
 class FinishReason(enum.StrEnum):

@@ -35,6 +35,9 @@ class Plan:
     `swapped_out` and `swapped_in` are preempted and resumed by copies, `moves`, in the order of booking, all swaps
     out before the first swap in. The engine queues the copies before the step; a sequence that comes back may be
     scheduled at once, and the step then waits for it, or later, and the copy runs beside the steps between.
+
+    An empty plan with `wake_s` (seconds of the engine's clock) waits on purpose: nothing has to run before that time
+    unless a request arrives or ends.
     """
 
     entries: list[Scheduled] = field(default_factory=list)
@@ -43,6 +46,7 @@ class Plan:
     swapped_out: list[Sequence] = field(default_factory=list)
     swapped_in: list[Sequence] = field(default_factory=list)
     moves: list[BlockMoves] = field(default_factory=list)
+    wake_s: float | None = None
 
     @property
     def num_new_tokens(self) -> int:
@@ -50,7 +54,11 @@ class Plan:
 
 
 class Scheduler(Protocol):
-    """Cost of `schedule` must not grow with the number of waiting sequences."""
+    """Cost of `schedule` must not grow with the number of waiting sequences.
+
+    Optional method: `observe(step_s, plan) -> None`, told after a step's tokens were read how long it took, from the
+    later of its launch and the end of the step before. Only an engine that measures steps calls it.
+    """
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence."""

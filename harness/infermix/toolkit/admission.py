@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Callable
 
 from infermix.errors import UserError
 from infermix.roles.kv_space import KVSpace
@@ -14,12 +14,12 @@ def longest_context(sequence: Sequence) -> int:
     return sequence.num_prompt_tokens + max(sequence.request.sampling.max_new_tokens - 1, 0)
 
 
-def refuse_oversized(sequence: Sequence, space: KVSpace, waiting: MutableMapping[int, Sequence]) -> None:
-    """Raises `UserError`, and takes the sequence out of `waiting`, when an empty space would not hold it."""
+def refuse_oversized(sequence: Sequence, space: KVSpace, withdraw: Callable[[Sequence], object]) -> None:
+    """Raises `UserError`, after `withdraw` took the sequence back, when an empty space would not hold it."""
     needed = longest_context(sequence)
     if space.fits(needed):
         return
-    waiting.pop(sequence.seq_id)
+    withdraw(sequence)
     sampling = sequence.request.sampling
     raise UserError(
         f"request {sequence.request.request_id!r} needs KV for {needed} tokens ({sequence.num_prompt_tokens} of "
