@@ -109,7 +109,8 @@ class IterationScheduler:
 
     def _ready(self) -> tuple[list[Sequence], list[Sequence]]:
         """Running sequences with one new token, and with more."""
-        decodes, prompts = [], []
+        decodes: list[Sequence] = []
+        prompts: list[Sequence] = []
         for seq in self._running.values():
             new = seq.num_uncomputed
             if new and not seq.exhausted:
