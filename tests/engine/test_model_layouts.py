@@ -141,3 +141,15 @@ def test_scores_do_not_depend_on_the_protocol(build_engine: Build, checkpoint: A
 def test_too_little_memory_for_one_state_is_refused(build_engine: Build, checkpoint: Any) -> None:
     with pytest.raises(UserError, match="do not hold the states of one sequence"):
         build_engine({"kv": "state"}, model=checkpoint("mamba"), kv_memory_bytes=1000)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize(("family", "kv", "captured"), [("jamba", STATE, False), ("deepseek_v3", LATENT, True)])
+def test_on_a_device(build_engine: Build, checkpoint: Any, family: str, kv: Any, captured: bool) -> None:
+    """Latent decodes come out of captured graphs; recurrent ones run eagerly and say why."""
+    engine = build_engine({"kv": kv}, model=checkpoint(family), max_model_len=32, device="cuda")
+    assert generated(engine) == expected(checkpoint(family))
+    graphs, counters = engine.report().graphs, engine.report().counters
+    assert (graphs["captured"] > 0, counters["graph_steps"] > 0) == (captured, captured)
+    assert captured or "graph:no" in graphs["reason"]
