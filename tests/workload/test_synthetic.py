@@ -44,6 +44,20 @@ def test_prompts_share_nothing_but_the_asked_prefix(make_context) -> None:
     assert len({prompt[30:] for prompt in found}) == len(found)
 
 
+def test_several_prefixes_are_taken_in_turn(make_context) -> None:
+    options = {"num_requests": 7, "input_tokens": 40, "output_tokens": 1, "shared_prefix_tokens": 30}
+    found = prompts(build(make_context(), num_prefixes=3, **options))
+    assert len({prompt[:30] for prompt in found}) == 3
+    assert [prompt[:30] for prompt in found[:3]] * 2 == [prompt[:30] for prompt in found[:6]]
+    assert len({prompt[30:] for prompt in found}) == 7
+    assert prompts(build(make_context(), num_prefixes=1, **options)) == prompts(build(make_context(), **options))
+
+
+def test_several_prefixes_need_a_length(make_context) -> None:
+    with pytest.raises(msgspec.ValidationError, match="num_prefixes 3 needs shared_prefix_tokens"):
+        build(make_context(), num_prefixes=3)
+
+
 @pytest.mark.parametrize(
     "length", [{"use": "uniform", "min": 5, "max": 12}, {"use": "lognormal", "median": 8, "min": 5, "max": 12}]
 )

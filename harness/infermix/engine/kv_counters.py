@@ -12,7 +12,11 @@ if TYPE_CHECKING:
 _SLOTS = ("allocated_tokens_sum", "reserved_tokens_sum", "used_tokens_sum")
 #: Sequences let in and their prompt tokens; those of them with a hit, and the tokens that it saved. A sequence that
 #: was preempted and finds its own prefix again is counted apart.
-_PREFIXES = ("prefix_queries", "prefix_queried_tokens", "prefix_hits", "prefix_hit_tokens", "resumed_hit_tokens")
+#: `prefix_kept_tokens` are those of `prefix_queried_tokens` that may come from earlier repeats.
+_PREFIXES = (
+    "prefix_queries", "prefix_queried_tokens", "prefix_hits", "prefix_hit_tokens", "resumed_hit_tokens",
+    "prefix_kept_tokens",
+)  # fmt: skip
 
 
 class KVCounters:
@@ -21,6 +25,7 @@ class KVCounters:
     def __init__(self, space: KVSpace) -> None:
         self._space = space
         self._has_prefixes = hasattr(space, "match")
+        self._keeps = bool(getattr(space, "keeps_prefixes", False))
         self._holders: dict[int, Sequence] = {}
         self.reset()
 
@@ -42,6 +47,7 @@ class KVCounters:
             return
         self._counts["prefix_queries"] += 1
         self._counts["prefix_queried_tokens"] += sequence.num_prompt_tokens
+        self._counts["prefix_kept_tokens"] += sequence.num_prompt_tokens if self._keeps else 0
         self._counts["prefix_hits"] += cached > 0
         self._counts["prefix_hit_tokens"] += cached
 

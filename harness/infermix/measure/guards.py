@@ -18,8 +18,10 @@ from infermix.record.record import GuardResult, Repeat, RequestSample, Verdict
 #: Engine counters of work that belongs into set-up.
 SETUP_COUNTERS = ("compiles", "autotunes", "graph_captures")
 
-#: Engine counter of prompt tokens that were served from a cache of earlier requests.
+#: Engine counter of prompt tokens that were served from a cache of earlier requests, and how many of a repeat's
+#: prompts may be served so because the experiment keeps the cache between repeats.
 PREFIX_COUNTER = "prefix_hit_tokens"
+KEPT_COUNTER = "prefix_kept_tokens"
 
 SIGNIFICANT = 0.05
 
@@ -100,10 +102,15 @@ def setup_in_window(evidence: Evidence, limit: float) -> GuardResult:
 
 
 def prefix_hits(evidence: Evidence, limit: float) -> GuardResult:
+    """Red for hits that the prompts of one repeat do not explain; yellow where the experiment keeps earlier ones."""
     hits = evidence.counter(PREFIX_COUNTER)
     shareable = sum(evidence.environment("shareable_tokens"))
+    beyond = max(0.0, hits - shareable)
     detail = f"{hits:g} prompt tokens came from a prefix cache; the prompts of the repeats share {shareable:g}"
-    return _graded("prefix_hits", max(0.0, hits - shareable), limit, limit, detail)
+    if evidence.counter(KEPT_COUNTER):
+        detail += "; the experiment keeps the cache between repeats"
+        return _graded("prefix_hits", beyond, limit, max(limit, evidence.counter(KEPT_COUNTER)), detail)
+    return _graded("prefix_hits", beyond, limit, limit, detail)
 
 
 def input_length(evidence: Evidence, limit: float) -> GuardResult | None:

@@ -6,18 +6,16 @@ Value and interval of rates and times are geometric (`stats.positive_interval`),
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
 
 import numpy as np
 
 from infermix.measure import goodput as per_request
 from infermix.measure.goodput import check_goodput, meets_limits, output_tokens
+from infermix.measure.kv_figures import KV_FIGURES, Better, kv_figures
 from infermix.measure.stats import positive_interval
 from infermix.record.record import Metric, Repeat, RequestSample
 
 PERCENTILES = (50, 90, 99)
-
-Better = Literal["higher", "lower", "none"]
 
 _LATENCIES: Mapping[str, Callable[[RequestSample], float | None]] = {
     "ttft_s": per_request.ttft_s,
@@ -35,6 +33,7 @@ _RATES: Mapping[str, tuple[str, Better]] = {
     "goodput_rps": ("requests/s", "higher"),
     "tokens_per_emission": ("tokens", "none"),
     "failed_share": ("", "lower"),
+    **KV_FIGURES,
 }
 
 
@@ -49,7 +48,7 @@ def summarise(repeats: Sequence[Repeat], goodput: Mapping[str, float] | None = N
     check_goodput(limits)
     values: dict[str, list[float]] = {}
     for repeat in repeats:
-        for name, value in (*rates(repeat, limits).items(), *latencies(repeat).items()):
+        for name, value in (*rates(repeat, limits).items(), *latencies(repeat).items(), *kv_figures(repeat).items()):
             values.setdefault(name, []).append(value)
     return {name: _metric(name, samples) for name, samples in values.items()}
 

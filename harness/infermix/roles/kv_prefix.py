@@ -35,6 +35,9 @@ class PrefixSpace(SharingSpace, Protocol):
     the model is the same for all, since a space belongs to one engine.
     """
 
+    #: Whether `reset_prefixes` keeps them, because the experiment says so.
+    keeps_prefixes: bool
+
     def match(self, seq_id: int, token_ids: Sequence[int], max_tokens: int, salt: str = "") -> int:
         """Give a sequence that holds nothing its longest cached prefix of at most `max_tokens` tokens.
 

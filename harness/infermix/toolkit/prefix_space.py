@@ -20,7 +20,7 @@ class PrefixPagedSpace(PagedSpace):
 
     def __init__(self, shape: KVShape, index: PrefixIndex, *, keep_between_repeats: bool = False) -> None:
         super().__init__(shape, index.evict)
-        self._index, self._keeps = index, keep_between_repeats
+        self._index, self.keeps_prefixes = index, keep_between_repeats
         self._published: dict[int, int] = {}
 
     def match(self, seq_id: int, token_ids: Sequence[int], max_tokens: int, salt: str = "") -> int:
@@ -75,7 +75,7 @@ class PrefixPagedSpace(PagedSpace):
         self._published.pop(seq_id, None)
 
     def reset_prefixes(self) -> None:
-        if not self._keeps:
+        if not self.keeps_prefixes:
             self._pool.drop_idle()
 
     def counters(self) -> dict[str, float]:

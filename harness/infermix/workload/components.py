@@ -125,8 +125,12 @@ class SyntheticOptions(RequestOptions, frozen=True, kw_only=True):
     input_tokens: Annotated[Length, Meta(description="prompt length, a number or a distribution")] = 128
     output_tokens: Annotated[Length, Meta(description="output length, a number or a distribution")] = 128
     shared_prefix_tokens: Annotated[
-        int, Meta(ge=0, description="first tokens that all prompts have in common", extra={"unit": "tokens"})
+        int,
+        Meta(ge=0, description="first tokens that prompts with one prefix have in common", extra={"unit": "tokens"}),
     ] = 0
+    num_prefixes: Annotated[
+        int, Meta(ge=1, description="different prefixes of shared_prefix_tokens; requests take them in turn")
+    ] = 1
     ignore_eos: Annotated[bool, Meta(description="go on after the end of sequence")] = True
 
     def __post_init__(self) -> None:
@@ -136,6 +140,8 @@ class SyntheticOptions(RequestOptions, frozen=True, kw_only=True):
             raise ValueError(
                 f"shared_prefix_tokens {self.shared_prefix_tokens} is longer than the shortest prompt ({shortest})"
             )
+        if self.num_prefixes > 1 and not self.shared_prefix_tokens:
+            raise ValueError(f"num_prefixes {self.num_prefixes} needs shared_prefix_tokens above 0")
 
     def max_request_tokens(self) -> int:
         return bounds(self.input_tokens)[1] + bounds(self.output_tokens)[1]

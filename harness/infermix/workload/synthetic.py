@@ -31,9 +31,10 @@ class SyntheticSource:
     def prompts(self, round_: int, seed: int) -> Sequence[Prompt]:
         options = self._options
         lengths, tokens = stream(seed, round_, "lengths"), stream(seed, round_, "prompts")
-        prefix = self._draw(tokens, options.shared_prefix_tokens)
+        prefixes = [self._draw(tokens, options.shared_prefix_tokens) for _ in range(options.num_prefixes)]
         prompts = []
-        for _ in range(options.num_requests):
+        for index in range(options.num_requests):
+            prefix = prefixes[index % len(prefixes)]
             size = draw_length(options.input_tokens, lengths) - len(prefix)
             output = draw_length(options.output_tokens, lengths)
             prompts.append(Prompt(prefix + self._draw(tokens, size), output))
