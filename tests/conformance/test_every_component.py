@@ -17,7 +17,15 @@ CATALOGUE = load_catalogue()
 VARIANTS: dict[tuple[Role, str], list[dict[str, Any]]] = {
     (Role.KV, "latent"): [{"block_size": 5}],
     (Role.KV, "state"): [{"block_size": 4, "snapshots": 6}],
-    (Role.KV, "paged"): [{"block_size": 1}, {"block_size": 7}, {"block_size": 64}],
+    (Role.KV, "paged"): [
+        {"block_size": 1},
+        {"block_size": 7},
+        {"block_size": 64},
+        {"block_size": 1, "prefix_cache": "hash"},
+        {"block_size": 3, "prefix_cache": "hash"},
+        {"block_size": 3, "prefix_cache": "radix"},
+        {"block_size": 4, "prefix_cache": "radix", "keep_between_repeats": True},
+    ],
     (Role.KV, "hybrid"): [{"block_size": b, "max_chunk_tokens": c} for b, c in ((1, 1), (2, 3), (4, 11), (64, 5))],
     (Role.KV, "windowed"): [{"block_size": b, "max_chunk_tokens": c} for b, c in ((1, 1), (2, 3), (4, 11))],
     (Role.KV, "sink_window"): [

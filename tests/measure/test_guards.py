@@ -72,6 +72,8 @@ def test_all_is_green_on_a_quiet_device() -> None:
         ("setup_in_window", {"counters": {"graph_captures": 1.0}}, "red"),
         ("prefix_hits", {"counters": {"prefix_hit_tokens": 64.0}}, "red"),
         ("prefix_hits", {"counters": {"prefix_hit_tokens": 64.0}, "shareable_tokens": 64}, "green"),
+        ("prefix_hits", {"counters": {"prefix_hit_tokens": 64.0, "prefix_kept_tokens": 64.0}}, "yellow"),
+        ("prefix_hits", {"counters": {"prefix_hit_tokens": 65.0, "prefix_kept_tokens": 64.0}}, "red"),
         ("input_length", {"inputs_off": 1}, "red"),
         ("output_length", {"outputs_off": 1}, "red"),
         ("failed_share", {"failed": 1}, "red"),

@@ -38,6 +38,8 @@ def check_kv_layout(
 ) -> None:
     """Sizes, bytes, and a random walk of reserve, write, view, truncate, fork, release over both halves.
 
+    Where the layout provides `kv:prefix`, sequences also `match` and `register`.
+
     A group whose blocks are a ring must give back what the new tokens see of its window. A layout that drops tokens
     must hold as many as it says, each of them one of the sequence, in order, the new ones last. One that states a
     `kv_error` must give back what was written within it, any other exactly that. The store is on
@@ -49,7 +51,12 @@ def check_kv_layout(
     provided = component.provides(options, example_model(), example_machine(device))
     shape = _shape(layout, provided)
     _check_sizes(layout, shape, provided, device, lossless=component.lossless(options))
-    life = _Life(layout, shape, provided, random.Random(seed), device, component.kv_error(options))
+    life_of: type[KVLife] = KVLife
+    if "kv:prefix" in provided:
+        from infermix.toolkit.conformance.kv_prefix import PrefixLife
+
+        life_of = PrefixLife
+    life = life_of(layout, shape, provided, random.Random(seed), device, component.kv_error(options))
     for _ in range(steps):
         life.step()
     life.end()
@@ -116,7 +123,7 @@ def _check_full(layout: KVLayout, shape: KVShape) -> None:
     assert space.reserve(99, shape.max_model_len), "released blocks did not come back"
 
 
-class _Life:
+class KVLife:
     """Sequences with known tokens: for each, K and V per layer as they must come back."""
 
     def __init__(
@@ -132,7 +139,7 @@ class _Life:
         self.kv_error = kv_error
         self.highest: dict[int, int] = {}
         self.squares = [0.0, 0.0]
-        self.space = layout.space(shape)
+        self.space: Any = layout.space(shape)
         self.store: Any = layout.store(shape, device, torch.float32)
         self.known: dict[int, dict[int, tuple[Tensor, Tensor]]] = {}
         self.starts: dict[int, int] = {}
@@ -160,6 +167,7 @@ class _Life:
             self.known[self.next_id] = {
                 layer: self._draw(layer, 0) for group in self.shape.groups for layer in group.layers
             }
+            self._begin(self.next_id)
             self.next_id += 1
         self.rng.shuffle(chosen)
         uniform = self.rng.choice((None, 1, 2))
@@ -172,6 +180,18 @@ class _Life:
             if not self.length(seq_id):
                 self.release(seq_id)
 
+    def _begin(self, seq_id: int) -> None:
+        """A new sequence, which holds nothing yet."""
+
+    def _new(self, seq_id: int, layer: int, count: int) -> tuple[Tensor, Tensor]:
+        """K and V of the sequence's next tokens."""
+        return self._draw(layer, count)
+
+    def _copy(self) -> None:
+        """What copy-on-write asks for, before anything else is written."""
+        if hasattr(self.space, "take_copies"):
+            self.store.copy(self.space.take_copies())
+
     def _reserve(self, seq_id: int, num_new: int) -> bool:
         before = self.space.usage()
         wanted = self.length(seq_id) + num_new
@@ -181,10 +201,11 @@ class _Life:
         return False
 
     def _write_and_read(self, ids: Sequence[int], new: Sequence[int]) -> None:
+        self._copy()
         pasts = [self.length(seq_id) for seq_id in ids]
         for seq_id, count in zip(ids, new, strict=True):
             for layer, old in self.known[seq_id].items():
-                drawn = self._draw(layer, count)
+                drawn = self._new(seq_id, layer, count)
                 self.known[seq_id][layer] = torch.cat((old[0], drawn[0])), torch.cat((old[1], drawn[1]))
             self.highest[seq_id] = max(self.highest.get(seq_id, 0), self.length(seq_id))
         if self.space.recompute:
@@ -284,7 +305,7 @@ class _Life:
         lowest = 1 if self.shape.max_truncate is None else self.highest[seq_id] - self.shape.max_truncate
         lowest = max(lowest, getattr(self.space, "oldest", lambda seq_id: 1)(seq_id))
         kept = self.rng.randint(max(1, min(lowest, self.length(seq_id))), self.length(seq_id))
-        if seq_id in self._forked():
+        if seq_id in self._forked() and not hasattr(self.space, "take_copies"):
             return
         try:
             self.space.truncate(seq_id, kept)
@@ -302,11 +323,12 @@ class _Life:
     def fork(self, seq_id: int) -> None:
         if len(self.known) == self.shape.max_num_seqs:
             return
-        pairs = self.space.fork(seq_id, self.next_id)
+        count = self.rng.randint(1, self.length(seq_id)) if self.rng.random() < 0.5 else self.length(seq_id)
+        pairs = self.space.fork(seq_id, self.next_id, count)
         if pairs is None:
             return
         self.store.copy(pairs)
-        self.known[self.next_id] = dict(self.known[seq_id])
+        self.known[self.next_id] = {layer: (k[:count], v[:count]) for layer, (k, v) in self.known[seq_id].items()}
         self.starts[self.next_id] = self.starts[seq_id]
         self.highest[self.next_id] = self.highest[seq_id]
         self.next_id += 1
