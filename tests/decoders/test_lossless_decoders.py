@@ -18,6 +18,7 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
     "minimum": {"min_new_tokens": 9, "stop_token_ids": tuple(range(40, 70))},
 }
 LAYOUTS = [("none", {}), ("concat", {}), ("dense", {}), ("paged", {"block_size": 4})]
+LAYOUTS.append(("paged", {"block_size": 4, "prefix_cache": "radix"}))
 SCHEDULERS = [
     ("static", {"batch_size": 3}),
     ("continuous", {"max_num_seqs": 3}),

@@ -199,9 +199,10 @@ def prefix_row(layout: str) -> dict[str, Any]:
         prefix = tuple(draw.randrange(10, 120_000) for _ in range(PREFIX_TOKENS))
         cold.append(_first_token_s(engine, prefix, draw))
         warm.append(_first_token_s(engine, prefix, draw))
+    counters = {name: value for name, value in engine.report().counters.items() if "prefix" in name}
+    assert counters.get("prefix_hits") == len(warm), f"the prefix was not found every time: {counters}"
     engine.close()
     first, again = statistics.median(cold[1:]), statistics.median(warm[1:])
-    counters = {name: value for name, value in engine.report().counters.items() if "prefix" in name}
     return {
         "row": "prefix", "layout": layout, "uncached_ttft_s": first, "cached_ttft_s": again, "ratio": again / first,
         **counters,
