@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from infermix.errors import Unsupported
 from infermix.roles.attention import LayerSpec
+from infermix.roles.batch import Batch
+from infermix.roles.kv_space import KVBudget, KVGroup
 from infermix.roles.kv_store import DenseView, PagedView, RaggedView
 from infermix.toolkit.conformance import attention as conformance
 from infermix.toolkit.conformance.batches import make_batch
 from infermix.toolkit.plain_attention import plain_attention
+from infermix_kernels.kv_write import write_kv
 from infermix_kernels.reference.attention import paged_attention as reference_attention
+from infermix_kv.kv_kivi import KiviLayout
+from infermix_kv.kv_quantized import QuantizedLayout
 from infermix_triton.attention import TritonAttention
 from torch import Tensor
 
@@ -108,3 +114,61 @@ def test_a_captured_mixed_step(tmp_path: Path, lens: tuple[tuple[int, ...], tupl
     """Lengths that only the device knows: the kernel for long queries, and the one that splits contexts."""
     case = conformance._draw(LAYER, *lens, torch.Generator().manual_seed(2), "cpu", torch.float32)
     conformance._check_mixed(_backend(tmp_path), case, BLOCK)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+def test_a_quantized_cache_is_written_and_read_in_place(tmp_path: Path, dtype: str) -> None:
+    """The short cut past `write` leaves the same bytes, and the backend reads what the gather gives back.
+
+    The interpreter converts to fp8 without carrying into the exponent, so that only a device can compare those bytes.
+    """
+    layout = QuantizedLayout(dtype, BLOCK)
+    shape = layout.shape((KVGroup((0,), 2, 64, 64),), KVBudget(4, 64, 4))
+    widths = [-(-context // BLOCK) for context in CONTEXTS]
+    tables = [list(range(sum(widths[:row]), sum(widths[: row + 1]))) for row in range(len(widths))]
+    batch = make_batch(CONTEXTS, CONTEXTS, tables, block_size=BLOCK, sink_block=shape.sink_block)
+    generator = torch.Generator().manual_seed(2)
+    k, v = (torch.randn(sum(CONTEXTS), 2, 64, generator=generator) for _ in range(2))
+    plain, direct = (layout.store(shape, "cpu", torch.float32) for _ in range(2))
+    plain.write(0, k, v, batch, batch.groups[0])
+    pools = direct.pools(0)
+    write_kv(
+        k, v, pools.keys, pools.values, batch.groups[0].slot_mapping,
+        key_scales=pools.key_scales, value_scales=pools.value_scales,
+    )  # fmt: skip
+    first = 0 if dtype == "int8" else 2
+    for left, right in zip(plain.parts[0][first:], direct.parts[0][first:], strict=True):
+        assert torch.allclose(left.float(), right.float(), rtol=1e-6)
+
+    batch = make_batch(QUERY_LENS, CONTEXTS, tables, block_size=BLOCK, sink_block=shape.sink_block)
+    q = torch.randn(sum(QUERY_LENS), 4, 64, generator=generator)
+    view = plain.view(0, batch, batch.groups[0])
+    out = _backend(tmp_path).forward(q, view, batch, LAYER).split(QUERY_LENS)
+    for index, (part, rows) in enumerate(zip(out, q.split(QUERY_LENS), strict=True)):
+        expected = plain_attention(rows, *view.sequence(index, CONTEXTS[index]), LAYER)
+        assert torch.allclose(part.double(), expected, atol=1e-5)
+
+
+def test_a_view_of_a_layout_of_its_own_is_gathered(tmp_path: Path) -> None:
+    layout = KiviLayout(4, 16, 32, BLOCK)
+    shape = layout.shape((KVGroup((0,), 2, 64, 64),), KVBudget(4, 64, 4))
+    space, store = layout.space(shape), layout.store(shape, "cpu", torch.float32)
+    for seq, context in enumerate(CONTEXTS):
+        assert space.reserve(seq, context)
+    both = [[list(space.block_table(seq, table)) for seq in range(len(CONTEXTS))] for table in (0, 1)]
+
+    def batch_of(queries: tuple[int, ...]) -> Batch:
+        made = [make_batch(queries, CONTEXTS, tables, block_size=BLOCK, sink_block=4) for tables in both]
+        return replace(made[0], tables=tuple(each.groups[0] for each in made))
+
+    generator = torch.Generator().manual_seed(3)
+    k, v = (torch.randn(sum(CONTEXTS), 2, 64, generator=generator) for _ in range(2))
+    batch = batch_of(CONTEXTS)
+    store.write(0, k, v, batch, batch.groups[0])
+    batch = batch_of(QUERY_LENS)
+    q = torch.randn(sum(QUERY_LENS), 4, 64, generator=generator)
+    view = store.view(0, batch, batch.groups[0])
+    out = _backend(tmp_path).forward(q, view, batch, LAYER).split(QUERY_LENS)
+    for index, (part, rows) in enumerate(zip(out, q.split(QUERY_LENS), strict=True)):
+        expected = plain_attention(rows, *view.sequence(index, CONTEXTS[index]), LAYER)
+        assert torch.allclose(part.double(), expected, atol=1e-5)
