@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 #: Rows of a sequence that are compared: its last ones.
 _KEPT_ROWS = 32
 _FLOAT32_EPS = 64
-#: What a lossy layout gives back is rounded to the dtype once more than what a kernel reads of it.
-_READBACK_FACTOR = 2
 
 
 @dataclass(frozen=True)
@@ -105,7 +103,7 @@ def check_attention_part(
     drawn = [_draw(layer, joint.groups[layer.group], lengths, generator, device, dtype) for layer in chosen]
     readback = None if kv_error is None else Readback(drawn)
     seen = _walk(drawn, groups, attention, layout, lengths, device, dtype, readback)
-    limit, worst = attention_tolerance(dtype) * (1 if readback is None else _READBACK_FACTOR), 0.0
+    limit, worst = attention_tolerance(dtype) * (1 if readback is None else _readback_factor(dtype)), 0.0
     expected = [_expected(each) for each in drawn] if readback is None else readback.expected()
     for each, rows, right in zip(drawn, seen, expected, strict=True):
         error = max(map(_worst_row, rows, right))
@@ -127,6 +125,14 @@ def attention_tolerance(dtype: torch.dtype) -> float:
     do, as much again. fp32: 64 eps, for the sums of products inside scores and output.
     """
     return torch.finfo(dtype).eps * (_FLOAT32_EPS if dtype.itemsize >= 4 else 1)
+
+
+def _readback_factor(dtype: torch.dtype) -> int:
+    """What a lossy layout gives back is rounded to the dtype once more than what a kernel reads of it.
+
+    In fp32 it also shows that kernels add up stored numbers, some with an offset, before they scale them.
+    """
+    return 8 if dtype.itemsize >= 4 else 2
 
 
 def distinct_layers(layers: Mapping[int, LayerSpec]) -> list[LayerSpec]:
