@@ -106,6 +106,7 @@ class _Rules:
         if f"dtype:{self._model.dtype}" not in self._machine.provides:
             yield f"{self._machine.name} does not compute in {self._model.dtype}"
         yield from self._layout_problems()
+        yield from self._weights_problems()
         attention = self._choices.get(Role.ATTENTION)
         if attention is None:
             return
@@ -125,6 +126,17 @@ class _Rules:
             if not meets(need, provided):
                 why = _LAYOUT_HINTS.get(need, "")
                 yield f"the model needs {need}{why}, which {_title(Role.KV, kv)} does not provide"
+
+    def _weights_problems(self) -> Iterator[str]:
+        """A checkpoint of quantized weights asks for a quantizer that reads them, where the engine takes one."""
+        quantizer = self._choices.get(Role.QUANTIZER)
+        if quantizer is None:
+            return
+        provided = self._evaluate(quantizer, "provides")
+        for need in sorted(name for name in self._model.features if name.startswith("weights:")):
+            if not meets(need, provided):
+                title, method = _title(Role.QUANTIZER, quantizer), need.partition(":")[2]
+                yield f"the model's weights are packed by {method} (`{need}`), which {title} does not read"
 
     def _absence(self, need: str) -> str:
         prefix = need.partition(":")[0]

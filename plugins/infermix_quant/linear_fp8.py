@@ -46,14 +46,14 @@ class Fp8Linear(QuantLinear):
         """`weight [out, in]` E4M3, `scale [out or 1]` fp32, `input_scale` fp32 scalar for `tensor`."""
         super().__init__(weight.shape[0], weight.shape[1], bias)
         assert (activations == "tensor") == (input_scale is not None)
-        self._activations = activations
+        self.activations = activations
         self.kernel = "dequantize+matmul" if activations == "none" else "simulated fp8: fp32 product of E4M3 numbers"
         self.register_buffer("weight", weight)
         self.register_buffer("weight_scale", scale)
         self.register_buffer("input_scale", input_scale)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self._activations == "none":
+        if self.activations == "none":
             return F.linear(x, (self.weight.float() * self.weight_scale[:, None]).to(x.dtype), self.bias)
         scale = self._row_scale(x)
         rounded = round_e4m3(x.float() / scale).float()

@@ -56,6 +56,14 @@ class GroupedLinear(QuantLinear):
         weight *= self.scale.to(dtype)[:, :, None]
         return weight.view(self.out_features, self.in_features)
 
+    def unpacked(self) -> Quantized:
+        """What it was made of, columns in the order of x."""
+        q, group = unpack_bits(self.packed, self.bits, self.in_features), None
+        if self.order is not None:
+            back = torch.argsort(self.order.long())
+            q, group = q[:, back], back // (self.in_features // self.scale.shape[1])
+        return Quantized(q, self.scale, self.zero, self.bits, group)
+
     def forward(self, x: Tensor) -> Tensor:
         x = x if self.order is None else x.index_select(-1, self.order)
         return F.linear(x, self.dequantize(x.dtype), self.bias)

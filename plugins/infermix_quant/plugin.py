@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from infermix.hookspecs import hookimpl
-from infermix.roles.component import Component, Options, Role
+from infermix.roles.component import Component, Features, Options, Role
 
 from infermix_quant.options import (
     AwqOptions,
@@ -20,6 +20,9 @@ from infermix_quant.options import (
     nf4_bits,
     weight_only_bits,
 )
+
+if TYPE_CHECKING:
+    from infermix.roles.facts import MachineFacts, ModelFacts
 
 
 def _built_by(module: str, name: str) -> Callable[[Any, None], Any]:
@@ -51,6 +54,16 @@ def _quantizer(
     )
 
 
+def _reads(options: Options, model: ModelFacts, machine: MachineFacts) -> Features:
+    return frozenset({"weights:gptq", "weights:awq", "weights:compressed-tensors"})
+
+
+def _needs_packed(options: Options, model: ModelFacts, machine: MachineFacts) -> Features:
+    """Refuses a model whose weights are not quantized yet."""
+    packed = any(name.startswith("weights:") for name in model.features)
+    return frozenset() if packed else frozenset({"weights:packed"})
+
+
 def _eight_bits(options: Options) -> float:
     """Scales depend on the layer and stay below 0.1 bits."""
     return 8.0
@@ -74,7 +87,18 @@ def infermix_quantizer() -> list[Component]:
     llm_int8 = "int8 weights and activations, large activations apart in the model's dtype"
     fp8 = "FP8 E4M3 weights, activations per token, with a static scale, or as they are"
     folded, plain = "quantizers_folded", "quantizers_plain"
+    checkpoint = Component(
+        name="checkpoint",
+        role=Role.QUANTIZER,
+        summary="the quantized weights of the model's own files: GPTQ, AWQ, compressed-tensors",
+        build=_built_by("quantizer_checkpoint", "CheckpointQuantizer"),
+        requires=("torch",),
+        needs=_needs_packed,
+        provides=_reads,
+        lossless=lambda _: False,
+    )
     return [
+        checkpoint,
         _quantizer("gptq", gptq, GptqOptions, _integer_bits, "quantizer_gptq", "GptqQuantizer"),
         _quantizer("awq", awq, AwqOptions, _integer_bits, folded, "AwqQuantizer"),
         _quantizer("smoothquant", smooth, SmoothQuantOptions, _eight_bits, folded, "SmoothQuantQuantizer"),

@@ -13,6 +13,7 @@ from infermix.toolkit.linears import FoundLinear, replace_module
 from torch import nn
 
 from infermix_quant import common
+from infermix_quant.cache import cached
 from infermix_quant.gptq import GptqSettings, gptq, output_error
 from infermix_quant.grid import Quantized
 from infermix_quant.linear_grouped import QuantLinear, make_linear
@@ -31,6 +32,9 @@ class GptqQuantizer:
 
     def apply(self, model: nn.Module, context: QuantizerContext) -> QuantizationReport:
         """Raises `UserError`, with the model unchanged, when an option fits not every linear."""
+        return cached(model, context, "gptq", self._options, "gptq", lambda: self._apply(model, context))
+
+    def _apply(self, model: nn.Module, context: QuantizerContext) -> QuantizationReport:
         options = self._options
         found, skipped = common.linears_of(model, options.skip)
         common.check_groups(found, options.group_size)

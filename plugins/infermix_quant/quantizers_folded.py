@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from infermix_quant import common
 from infermix_quant.awq import AwqSettings, clip_and_round, search_scale
+from infermix_quant.cache import cached
 from infermix_quant.folding import Fold, fold_each
 from infermix_quant.gptq import output_error
 from infermix_quant.linear_grouped import QuantLinear, make_linear
@@ -29,8 +30,8 @@ class FoldedQuantizer:
     gram = norms_only = False
     precision_bits: float | None = None
 
-    def __init__(self, skip: Sequence[str]) -> None:
-        self._skip = skip
+    def __init__(self, options: AwqOptions | SmoothQuantOptions) -> None:
+        self.options, self._skip = options, options.skip
         self._errors: list[float] = []
 
     def load_arguments(self) -> Mapping[str, Any]:
@@ -38,6 +39,9 @@ class FoldedQuantizer:
 
     def apply(self, model: nn.Module, context: QuantizerContext) -> QuantizationReport:
         """Raises `UserError`, with the model unchanged, when an option fits not every linear."""
+        return cached(model, context, self.name, self.options, self.form(), lambda: self._apply(model, context))
+
+    def _apply(self, model: nn.Module, context: QuantizerContext) -> QuantizationReport:
         found, skipped = common.linears_of(model, self._skip)
         self.check(found)
         made: dict[str, QuantLinear] = {}
@@ -61,6 +65,10 @@ class FoldedQuantizer:
                 for linear in group.linears:
                     yield linear.name, self.make(linear, group)
 
+    def form(self) -> str:
+        """The format of the checkpoint that is kept."""
+        return ""
+
     def check(self, found: Sequence[FoundLinear]) -> None:
         """Raises `UserError` before anything is converted."""
 
@@ -76,10 +84,14 @@ class AwqQuantizer(FoldedQuantizer):
     name, gram = "awq", True
 
     def __init__(self, options: AwqOptions) -> None:
-        super().__init__(options.skip)
+        super().__init__(options)
         self._options = options
         sizes = common.described(options.bits, options.bits_for, options.group_size, options.symmetric)
         self.method = f"awq {sizes}{'' if options.clip else ', not clipped'}"
+
+    def form(self) -> str:
+        """AWQ's own, which holds 4 bits; GPTQ's for the rest."""
+        return "awq" if self._options.bits == 4 and not self._options.bits_for else "gptq"
 
     def check(self, found: Sequence[FoundLinear]) -> None:
         common.check_groups(found, self._options.group_size)
@@ -114,7 +126,7 @@ class SmoothQuantQuantizer(FoldedQuantizer):
     precision_bits = 7.0  # magnitudes of activations
 
     def __init__(self, options: SmoothQuantOptions) -> None:
-        super().__init__(options.skip)
+        super().__init__(options)
         self._alpha = options.alpha
         self.method = f"smoothquant w8a8 int8 per channel and token, alpha {options.alpha:g}"
 

@@ -12,6 +12,7 @@ from infermix.toolkit.linears import FoundLinear, convert_linears
 from torch import Tensor, nn
 
 from infermix_quant import common
+from infermix_quant.cache import cached
 from infermix_quant.hqq import HqqSettings, hqq
 from infermix_quant.linear_fp8 import E4M3_MAX, E4M3_PRECISION, Fp8Linear, fp8_weight
 from infermix_quant.linear_grouped import QuantLinear, make_linear
@@ -110,6 +111,13 @@ class Fp8Quantizer(PlainQuantizer):
         self._peaks: dict[str, Tensor] = {}
         kinds = {"none": "activations as they are", "token": "per token", "tensor": "one static scale per input"}
         self.method = f"fp8 e4m3 weights per {options.weights}, {kinds[options.activations]}"
+
+    def apply(self, model: nn.Module, context: QuantizerContext) -> QuantizationReport:
+        """Static scales are kept for the next run; the rest is as quickly done again."""
+        convert = super().apply
+        if self._options.activations != "tensor":
+            return convert(model, context)
+        return cached(model, context, "fp8", self._options, "", lambda: convert(model, context))
 
     def prepare(self, model: nn.Module, found: Sequence[FoundLinear], context: QuantizerContext) -> None:
         """Largest activations of the unquantized model; linears outside the layers are measured nowhere."""

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 from infermix.engine.loader import load_model, load_tokenizer
+from infermix.engine.quantize import quantize
 from infermix.errors import UserError
 from infermix.roles.component import Role
 from infermix.roles.engine import EngineContext, EngineReport, Score, ScoreRequest, Tokenizer
-from infermix.roles.quantizer import QuantizationReport, QuantizerContext
+from infermix.roles.quantizer import QuantizationReport
 from infermix.roles.request import Request, SamplingParams, TokenEvent
 from transformers import DynamicCache, GenerationConfig, StaticCache, StoppingCriteria, StoppingCriteriaList
 
@@ -37,19 +38,20 @@ def build_engine(options: TransformersOptions, context: EngineContext) -> Transf
         load_arguments=quantizer.load_arguments() if quantizer else {},
         seed=context.seed,
         progress=context.progress,
+        packed=getattr(quantizer, "reads_packed", False),
     )
     setup_s = {"load": (context.clock_ns() - begin) / 1e9}
+    tokenizer = load_tokenizer(context.source)
     quantization = None
     if quantizer:
         begin = context.clock_ns()
-        quantization = quantizer.apply(
-            loaded.model, QuantizerContext(context.machine.device, context.dtype, progress=context.progress)
-        )
+        assert choice is not None
+        quantization = quantize(loaded, quantizer, choice.options, context, tokenizer)
         setup_s["quantize"] = (context.clock_ns() - begin) / 1e9
     return TransformersEngine(
         model=loaded.model,
         eos_token_ids=loaded.eos_token_ids,
-        tokenizer=load_tokenizer(context.source),
+        tokenizer=tokenizer,
         options=options,
         device=context.machine.device,
         max_positions=context.facts.max_position_embeddings,
@@ -268,6 +270,7 @@ def _quantizer_facts(report: QuantizationReport | None) -> dict[str, Any]:
         "bits_per_weight": report.bits_per_weight,
         "kernels": sorted(set(report.kernels.values())),
         "skipped": list(report.skipped),
+        **report.details,
     }
 
 

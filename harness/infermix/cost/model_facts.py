@@ -192,6 +192,9 @@ def _features(
         features.add("model:latent")
     if is_stateful(config):
         features |= {"model:state", "kv:state"}
+    packed = config.get("quantization_config")
+    if isinstance(packed, Mapping):
+        features.add(f"weights:{packed.get('quant_method', 'unnamed')}")
     return frozenset(features)
 
 

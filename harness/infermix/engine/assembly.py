@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +17,7 @@ from infermix.engine.lanes import Lanes
 from infermix.engine.loader import LoadedModel, load_model, load_tokenizer
 from infermix.engine.native import NativeEngine
 from infermix.engine.offload import make_swapper, swaps, with_swap_space
+from infermix.engine.quantize import quantize
 from infermix.engine.runner import ModelRunner
 from infermix.engine.second import second_models
 from infermix.engine.self_check import Reference, collect_reference, self_check
@@ -30,9 +30,7 @@ from infermix.roles.component import Choice, Role
 from infermix.roles.decoder import DecoderContext
 from infermix.roles.engine import EngineContext, EngineReport
 from infermix.roles.kv_space import KVBudget, KVShape
-from infermix.roles.quantizer import QuantizationReport, QuantizerContext
 from infermix.roles.transform import TransformContext
-from infermix.toolkit.calibration import CalibratedOptions, CalibrationData, draw_calibration
 from infermix.toolkit.sampling import TokenSampler, TorchSelector
 
 if TYPE_CHECKING:
@@ -203,7 +201,7 @@ def _change_model(build: Assembly, loaded: LoadedModel, tokenizer: Any, layout: 
         LatentAttention(model).keep()
     build.transforms.apply("before_quantizer", model, build.phase)
     with build.phase("quantize"):
-        _quantize(build, loaded, _calibration(build, tokenizer))
+        _quantize(build, loaded, tokenizer)
     if not lossless:
         _collect_reference(build, model, layout, "the quantized model")
     build.report.weight_bytes = 0
@@ -238,36 +236,14 @@ def _load(build: Assembly) -> tuple[LoadedModel, Any]:
         load_arguments=quantizer.load_arguments(),
         seed=context.seed,
         progress=context.progress,
+        packed=getattr(quantizer, "reads_packed", False),
     )
     return loaded, load_tokenizer(context.source)
 
 
-def _calibration(build: Assembly, tokenizer: Any) -> CalibrationData | None:
-    """What the quantizer's options ask for; `None` for one that looks at no activations."""
-    options, context = build.context.parts[Role.QUANTIZER].options, build.context
-    if not (isinstance(options, CalibratedOptions) and options.calibrates):
-        return None
-    return draw_calibration(
-        options.calibration,
-        tokenizer,
-        vocab_size=context.facts.vocab_size,
-        max_tokens=context.facts.max_position_embeddings,
-        base=context.base or Path(),
-    )
-
-
-def _quantize(build: Assembly, loaded: LoadedModel, calibration: CalibrationData | None) -> None:
-    quantizer, context = build.part(Role.QUANTIZER), build.context
-    quantizer_context = QuantizerContext(
-        device=str(build.device),
-        dtype=context.dtype,
-        calibration=None if calibration is None else lambda: calibration.samples,
-        progress=context.progress,
-        model_digest=context.facts.digest,
-        directory=loaded.directory,
-        tune=build.tunes,
-    )
-    report: QuantizationReport = quantizer.apply(loaded.model, quantizer_context)
+def _quantize(build: Assembly, loaded: LoadedModel, tokenizer: Any) -> None:
+    quantizer, options = build.part(Role.QUANTIZER), build.context.parts[Role.QUANTIZER].options
+    report = quantize(loaded, quantizer, options, build.context, tokenizer, tune=build.tunes)
     build.executed(
         Role.QUANTIZER,
         quantizer,
@@ -277,7 +253,6 @@ def _quantize(build: Assembly, loaded: LoadedModel, calibration: CalibrationData
         kernels=_count_values(report.kernels),
         skipped=len(report.skipped),
         **report.details,
-        **({} if calibration is None else {"calibration": dict(calibration.facts)}),
     )
 
 

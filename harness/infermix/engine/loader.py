@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
     from infermix.roles.facts import ModelFacts, ResolvedSource
 
+#: Tensors beside which a checkpoint holds no plain `weight`, or one of 8 bits.
+_PACKED = (".qweight", ".weight_packed", ".weight_scale")
+
 Progress = Callable[[str, float], None]
 
 
@@ -56,11 +59,14 @@ def load_model(
     load_arguments: Mapping[str, Any] | None = None,
     seed: int = 0,
     progress: Progress = _silent,
+    packed: bool = False,
 ) -> LoadedModel:
     """Load (or, for dummy weights, draw) the model.
 
-    `load_arguments` go to `from_pretrained` as they are (load-time quantizers). Raises `UserError` for files that are
-    missing, truncated or do not fit the architecture, `OutOfMemory` when the device is too small.
+    `load_arguments` go to `from_pretrained` as they are (load-time quantizers). With `packed`, matrices that the
+    files hold in packed form are left for a quantizer to read (their values are undefined until then). Raises
+    `UserError` for files that are missing, truncated or do not fit the architecture, `OutOfMemory` when the device is
+    too small.
     """
     torch_dtype = getattr(torch, dtype)
     try:
@@ -68,7 +74,7 @@ def load_model(
             return _draw(source, torch_dtype, torch.device(device), seed)
         source = fetch_weights(source)
         directory = _gguf_directory(source, progress) if source.kind == "gguf" else source.directory
-        return _read(source, directory, torch_dtype, torch.device(device), load_arguments or {})
+        return _read(source, directory, torch_dtype, torch.device(device), load_arguments or {}, packed)
     except torch.OutOfMemoryError as error:
         raise OutOfMemory(f"{source.label} in {dtype} does not fit on {device}: {error}") from error
 
@@ -98,6 +104,7 @@ def _read(
     dtype: torch.dtype,
     device: torch.device,
     load_arguments: Mapping[str, Any],
+    packed: bool,
 ) -> LoadedModel:
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
@@ -107,6 +114,8 @@ def _read(
         raise UserError("holds no .safetensors file", where=str(directory), hint=_pickled_hint(directory))
     read_safetensors_header(files)
     config = _config(source, directory)
+    if packed and hasattr(config, "quantization_config"):
+        del config.quantization_config  # transformers would hand it to libraries that it does not come with
     try:
         with without_progress_bars():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -124,7 +133,7 @@ def _read(
     except (SafetensorError, OSError, ValueError, ImportError) as error:
         raise UserError(f"cannot be loaded: {error}", where=str(directory)) from error
     model, found = loaded
-    notes = _check_complete(directory, found)
+    notes = _check_complete(directory, _without_packed(found) if packed else found)
     if model.device.type != device.type or device.index not in (None, model.device.index):
         model = model.to(device)
     model = model.eval().requires_grad_(False)
@@ -144,6 +153,18 @@ def _config(source: ResolvedSource, directory: Path) -> Any:
         return CONFIG_MAPPING[source.config["model_type"]].from_dict(dict(source.config))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"not a config that transformers understands: {error}", where=str(directory)) from error
+
+
+def _without_packed(found: Any) -> dict[str, Any]:
+    """Findings about other tensors than those of packed matrices."""
+    stems = {name.rpartition(".")[0] for name in found["unexpected_keys"] if name.endswith(_PACKED)}
+
+    def others(names: Any) -> list[Any]:
+        return [
+            each for each in names if (each if isinstance(each, str) else each[0]).rpartition(".")[0] not in stems
+        ]
+
+    return {kind: others(found[kind]) for kind in ("missing_keys", "mismatched_keys", "unexpected_keys")}
 
 
 def _check_complete(directory: Path, found: Any) -> tuple[str, ...]:

@@ -60,7 +60,12 @@ class QuantizerContext:
 
 class Quantizer(Protocol):
     def load_arguments(self) -> Mapping[str, Any]:
-        """Extra keyword arguments for `from_pretrained` (load-time quantizers); empty otherwise."""
+        """Extra keyword arguments for `from_pretrained` (load-time quantizers); empty otherwise.
+
+        A quantizer that reads packed weights of a checkpoint itself sets the attribute `reads_packed`: then the
+        `quantization_config` is kept from transformers, and matrices that the files hold in packed form may be
+        missing. It provides `weights:METHOD` for every `quant_method` that it reads.
+        """
         ...
 
     def apply(self, model: nn.Module, context: QuantizerContext) -> QuantizationReport:

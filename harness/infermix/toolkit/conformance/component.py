@@ -54,7 +54,9 @@ def not_here(component: Component, options: Any, machine: MachineFacts, dtype: s
     """Why this machine cannot run the component (in `dtype`, where one is given), or `None`."""
     needs = component.needs(options, example_model(), machine)
     unmet = [
-        need for need in sorted(needs) if need.startswith(("device:", "sm:")) and not meets(need, machine.provides)
+        need
+        for need in sorted(needs)
+        if need.startswith(("device:", "sm:", "weights:")) and not meets(need, machine.provides)
     ]
     if unmet:
         return f"{component.name} needs {', '.join(unmet)}"

@@ -1,0 +1,93 @@
+"""Quantized models in the user's cache folder, as standard checkpoints, found again by content."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from infermix.paths import cache_dir
+from infermix.roles.quantizer import QuantizationReport, QuantizerContext
+from infermix.toolkit.calibration import samples_digest
+from torch import nn
+
+from infermix_quant import common
+from infermix_quant.checkpoint_read import PackedCheckpoint
+from infermix_quant.checkpoint_write import save_checkpoint
+from infermix_quant.formats import Unsaveable
+from infermix_quant.quantizer_checkpoint import read_linears
+
+#: Part of the key: raised when an algorithm or a format changes what comes out.
+_VERSION = 1
+_REPORT = "infermix_report.json"
+
+
+def cached(
+    model: nn.Module,
+    context: QuantizerContext,
+    name: str,
+    options: msgspec.Struct,
+    form: str,
+    quantize: Callable[[], QuantizationReport],
+) -> QuantizationReport:
+    """What `quantize()` makes of `model`, from the cache where it was made before.
+
+    The key is the digest of the unquantized weights, the dtype, the method with its options, and the token ids of the
+    calibration. `details` of the report say where the checkpoint (format `form`) lies and whether it was there, or
+    why it could not be kept. Dummy weights are never kept.
+    """
+    if context.directory is None or not context.model_digest:
+        return quantize()
+    target = cache_dir("quantized") / f"{name}-{_key(context, name, options, form)}"
+    if target.is_dir():
+        return _restore(model, context, target)
+    report = quantize()
+    settings = {**msgspec.to_builtins(options), "format": form}
+    try:
+        _save(model, context.directory, target, settings, report)
+    except Unsaveable as reason:
+        return replace(report, details={**report.details, "checkpoint": f"not kept: {reason}"})
+    return replace(report, details={**report.details, "checkpoint": target.name, "from_cache": False})
+
+
+def _key(context: QuantizerContext, name: str, options: msgspec.Struct, form: str) -> str:
+    given = {key: value for key, value in msgspec.to_builtins(options).items() if key != "calibration"}
+    samples = samples_digest(context.calibration()) if context.calibration else ""
+    content = [_VERSION, context.model_digest, context.dtype, name, given, samples, form]
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _save(
+    model: nn.Module, source: Path, target: Path, settings: Mapping[str, Any], report: QuantizationReport
+) -> None:
+    """Complete or absent: built aside and renamed. Whoever comes second drops its own."""
+    aside = Path(tempfile.mkdtemp(prefix=f"{target.name}.", dir=target.parent))
+    try:
+        save_checkpoint(model, aside, source, settings)
+        facts = {"method": report.method, "skipped": report.skipped, "details": report.details}
+        (aside / _REPORT).write_text(json.dumps({**facts, "precision_bits": report.precision_bits}), encoding="utf-8")
+        if not target.exists():
+            os.rename(aside, target)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _restore(model: nn.Module, context: QuantizerContext, directory: Path) -> QuantizationReport:
+    packed = PackedCheckpoint(directory, context.device)
+    with torch.no_grad():
+        own = model.state_dict()
+        for name, value in packed.plain_tensors().items():
+            if name in own:
+                own[name].copy_(value)
+    made = read_linears(model, packed, context)
+    facts = json.loads((directory / _REPORT).read_text(encoding="utf-8"))
+    details = {**facts["details"], "checkpoint": directory.name, "from_cache": True}
+    return common.report(facts["method"], made, tuple(facts["skipped"]), details, facts["precision_bits"])

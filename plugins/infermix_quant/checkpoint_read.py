@@ -1,0 +1,151 @@
+"""Quantized linears from a checkpoint, ours or made elsewhere: GPTQ (v1, v2), AWQ GEMM, compressed-tensors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from infermix.errors import Unsupported, UserError
+from infermix.toolkit.linears import FoundLinear
+from safetensors import safe_open
+from torch import Tensor
+
+from infermix_quant.formats import check_widths, read_awq, read_gptq, read_packed
+from infermix_quant.grid import Quantized
+from infermix_quant.linear_fp8 import E4M3, Fp8Linear
+from infermix_quant.linear_grouped import QuantLinear, make_linear
+from infermix_quant.linear_int8 import Int8Linear
+
+#: `quant_method` of the configs that are read here.
+METHODS = ("gptq", "awq", "compressed-tensors")
+_MARKS = ("qweight", "weight_packed", "weight_scale")
+
+
+class PackedCheckpoint:
+    """A folder with `config.json` and safetensors. Raises `UserError` when nothing here reads how it is packed."""
+
+    def __init__(self, directory: Path, device: str) -> None:
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        self.directory, self.device = directory, device
+        self.settings: Mapping[str, Any] = config.get("quantization_config") or {}
+        self.method = str(self.settings.get("quant_method", ""))
+        if self.method not in METHODS:
+            raise UserError(
+                f"the weights are packed by {self.method or 'nothing'}", where=str(directory), key="model.source",
+                hint="read are: " + ", ".join(METHODS),
+            )  # fmt: skip
+        self._files = _tensor_files(directory)
+        self.linears = tuple(name.rpartition(".")[0] for name in self._files if name.rpartition(".")[2] in _MARKS)
+
+    def describe(self) -> str:
+        bits = self.settings.get("bits") or self.settings.get("format", "")
+        return f"checkpoint {self.method} {bits}".strip()
+
+    def plain_tensors(self) -> dict[str, Tensor]:
+        """Everything that belongs to no packed linear, and biases."""
+        packed = set(self.linears)
+        names = [n for n in self._files if n.rpartition(".")[0] not in packed or n.endswith(".bias")]
+        return {name: self._tensor(name) for name in names}
+
+    def read(self, linear: FoundLinear) -> QuantLinear:
+        """The quantized linear in the place of `linear`, whose weights are not looked at."""
+        tensors = self._tensors_of(linear.name)
+        bias = linear.bias if linear.bias is not None else _needed(tensors.get("bias"))
+        if self.method == "compressed-tensors" and "weight_packed" not in tensors:
+            return self._eight_bits(linear, tensors, bias)
+        weight = self._weight(linear, tensors)
+        check_widths(linear.name, weight, linear.out_features, linear.in_features)
+        return make_linear(weight, bias)
+
+    def _weight(self, linear: FoundLinear, tensors: Mapping[str, Tensor]) -> Quantized:
+        if self.method == "awq":
+            if str(self.settings.get("version", "gemm")).lower() != "gemm":
+                raise Unsupported(
+                    f"AWQ checkpoints of version {self.settings['version']!r} are not read, only 'gemm'"
+                )
+            return read_awq(tensors)
+        packed = tensors["qweight"] if self.method == "gptq" else tensors["weight_packed"].t()
+        bits = packed.shape[0] * 32 / linear.in_features
+        self._check_bits(linear.name, bits)
+        if self.method == "gptq":
+            version = str(self.settings.get("checkpoint_format", "gptq"))
+            if version not in ("gptq", "gptq_v2"):
+                raise Unsupported(f"GPTQ checkpoints of format {version!r} are not read")
+            return read_gptq(tensors, bits=int(bits), v2=version == "gptq_v2")
+        return read_packed(tensors, bits=int(bits))
+
+    def _check_bits(self, name: str, bits: float) -> None:
+        """Mixed precision is announced by `dynamic` (GPTQ) or several groups (compressed-tensors)."""
+        groups = list(self.settings.get("config_groups", {}).values())
+        stated = self.settings.get("bits") or (groups[0]["weights"]["num_bits"] if groups else None)
+        mixed = bool(self.settings.get("dynamic")) or len(groups) > 1
+        if bits not in (2, 3, 4, 8) or (stated is not None and not mixed and int(stated) != bits):
+            raise UserError(
+                f"{name} is packed with {bits:g} bits and the config says {stated}",
+                where=str(self.directory),
+                key="model.source",
+            )
+
+    def _eight_bits(self, linear: FoundLinear, tensors: Mapping[str, Tensor], bias: Tensor | None) -> QuantLinear:
+        weight, scale = tensors["weight"], tensors["weight_scale"].float().flatten()
+        if weight.shape != (linear.out_features, linear.in_features):
+            raise UserError(
+                f"{linear.name} is {linear.out_features} x {linear.in_features} in the config and "
+                f"{weight.shape[0]} x {weight.shape[1]} in the packed weights",
+                key="model.source",
+            )
+        activations = self._activations()
+        if weight.dtype == torch.int8 and activations == "token" and scale.numel() == weight.shape[0]:
+            return Int8Linear(weight, scale, bias)
+        if weight.dtype == E4M3:
+            fixed = tensors["input_scale"].float().view(()) if activations == "tensor" else None
+            return Fp8Linear(weight, scale, bias, activations=activations, input_scale=fixed)
+        raise Unsupported(
+            f"{linear.name}: {weight.dtype} weights with {scale.numel()} scales and activations per {activations} "
+            "are not read"
+        )
+
+    def _activations(self) -> str:
+        """`none`, `token` (dynamic) or `tensor` (static)."""
+        found = {
+            json.dumps(group.get("input_activations"), sort_keys=True)
+            for group in self.settings.get("config_groups", {}).values()
+        }
+        if len(found) != 1:
+            raise Unsupported(f"{len(found)} schemes of activations in one checkpoint are not read")
+        scheme = json.loads(found.pop())
+        if scheme is None:
+            return "none"
+        kind = (scheme.get("strategy"), bool(scheme.get("dynamic")))
+        if kind not in (("token", True), ("tensor", False)):
+            raise Unsupported(
+                f"activations with scales per {kind[0]}, {'dynamic' if kind[1] else 'static'}, are not read"
+            )
+        return str(kind[0])
+
+    def _tensors_of(self, name: str) -> dict[str, Tensor]:
+        start = f"{name}."
+        keys = [key for key in self._files if key.startswith(start) and "." not in key[len(start) :]]
+        return {key[len(start) :]: self._tensor(key) for key in keys}
+
+    def _tensor(self, name: str) -> Tensor:
+        with safe_open(self._files[name], framework="pt", device=self.device) as file:
+            tensor: Tensor = file.get_tensor(name)
+        return tensor
+
+
+def _tensor_files(directory: Path) -> dict[str, Path]:
+    """Tensor name -> file."""
+    names: dict[str, Path] = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            names.update(dict.fromkeys(file.keys(), path))
+    return names
+
+
+def _needed(bias: Tensor | None) -> Tensor | None:
+    """Some writers add biases of zeros that the model does not have."""
+    return bias if bias is not None and bool(bias.any()) else None
