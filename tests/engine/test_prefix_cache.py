@@ -107,6 +107,21 @@ def test_memory_pressure_evicts_and_preempts_without_a_trace(
 
 
 @pytest.mark.parametrize("kind", ["hash", "radix"])
+def test_swapped_sequences_come_back_to_shared_blocks(
+    build_engine: Build, plain: dict[str, list[int]], kind: str
+) -> None:
+    engine = build_engine(
+        {**cached(kind), "scheduler": ("continuous", {"preemption": "swap"})}, engine={"overlap": "on"},
+        max_model_len=64, kv_memory_bytes=BYTES_PER_TOKEN * 100, kv_swap_bytes=BYTES_PER_TOKEN * 200,
+    )  # fmt: skip
+    assert run(engine, requests(family(0))) == plain
+    counters = engine.report().counters
+    assert counters["preemptions"] > 0
+    assert counters["prefix_hit_tokens"] > 0
+    assert engine._space.usage().allocated_tokens == 0
+
+
+@pytest.mark.parametrize("kind", ["hash", "radix"])
 def test_logits_after_a_hit_are_those_without(build_engine: Build, kind: str) -> None:
     """Not only the greedy token: the logits rows of every sampled position."""
     rows: dict[str, list[torch.Tensor]] = {}

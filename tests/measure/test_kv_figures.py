@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from infermix.cell.roofline import _computed_share
 from infermix.measure.kv_figures import KV_FIGURES, kv_figures
 from infermix.measure.metrics import summarise
 from infermix.record.record import Repeat
@@ -52,3 +53,9 @@ def test_they_are_metrics_with_units() -> None:
     assert {name: (metric.unit, metric.better) for name, metric in metrics.items() if name in KV_FIGURES} == {
         name: KV_FIGURES[name] for name in (*kv_figures(repeat(**SLOTS)), "prefix_hit_rate", "prefix_hit_tokens")
     }
+
+
+def test_tokens_from_a_cache_are_no_work() -> None:
+    hit = repeat(prefix_queried_tokens=400.0, prefix_hit_tokens=300.0)
+    assert _computed_share([hit, repeat(prefix_queried_tokens=400.0, prefix_hit_tokens=100.0)]) == 0.5
+    assert _computed_share([repeat(), repeat()]) == 1.0

@@ -35,7 +35,7 @@ def roofline(plan: CellPlan, record: Record) -> dict[str, Any]:
     """For `Record.roofline`: fractions of the limit and which one binds, or a `reason` why there are none.
 
     The work is counted as with a KV cache and one forward per step, whatever the parts really did: what a part does
-    beyond that shows as a lower fraction.
+    beyond that shows as a lower fraction. Prompt tokens that a prefix cache served are no work.
     """
     ceilings = plan.machine.ceilings
     if ceilings.copy_bytes_per_s is None:
@@ -59,11 +59,12 @@ def _work(plan: CellPlan, facts: ModelFacts, record: Record) -> Work:
     element_bytes = _kv_element_bytes(facts, record)
     shapes = _shapes(record.repeats)
     flops = kv_bytes = 0.0
+    computed = _computed_share(record.repeats)
     for (prompt, output), count in shapes.items():
         prefill = phase_cost(
             facts, "prefill", batch=1, new_tokens=prompt, context=prompt, kv_element_bytes=element_bytes
         )
-        flops += count * prefill.flops
+        flops += count * prefill.flops * computed
         kv_bytes += count * prefill.kv_bytes
         if output > 1:
             # Cost is linear in the context, so one step at the mean context stands for all.
@@ -74,6 +75,13 @@ def _work(plan: CellPlan, facts: ModelFacts, record: Record) -> Work:
     tokens = sum(count * (prompt + output - 1) for (prompt, output), count in shapes.items())
     weights = _weight_bytes(facts, record.repeats, tokens, bits)
     return Work(flops, kv_bytes, weights, sum(repeat.wall_s for repeat in record.repeats))
+
+
+def _computed_share(repeats: Iterable[Repeat]) -> float:
+    """Share of the prompt tokens that were computed; the rest came from a prefix cache."""
+    counters = [repeat.environment.get("counters", {}) for repeat in repeats]
+    queried = sum(each.get("prefix_queried_tokens", 0) for each in counters)
+    return 1 - sum(each.get("prefix_hit_tokens", 0) for each in counters) / queried if queried else 1.0
 
 
 def _shapes(repeats: Iterable[Repeat]) -> Counter[tuple[int, int]]:
