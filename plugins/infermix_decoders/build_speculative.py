@@ -32,6 +32,7 @@ def build_speculative(options: SpeculativeOptions, context: DecoderContext) -> S
         context.max_model_len,
         acceptance=options.acceptance,
         uniform_steps=context.device.startswith("cuda"),
+        clock_ns=context.clock_ns,
     )
 
 

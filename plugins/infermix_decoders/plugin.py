@@ -66,6 +66,7 @@ def _build_prompt_lookup(options: PromptLookupOptions, context: DecoderContext) 
         options.num_draft_tokens,
         context.max_model_len,
         uniform=context.device.startswith("cuda"),
+        clock_ns=context.clock_ns,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -126,18 +127,26 @@ class SpeculativeDecoder:
     reads_tokens = True
 
     def __init__(
-        self, second: Any, length: DraftLength, max_model_len: int, *, acceptance: str, uniform_steps: bool
+        self,
+        second: Any,
+        length: DraftLength,
+        max_model_len: int,
+        *,
+        acceptance: str,
+        uniform_steps: bool,
+        clock_ns: Callable[[], int] | None = None,
     ) -> None:
         self._draft, self._length, self._max_model_len = DraftModel(second), length, max_model_len
         self._rejects, self._uniform = acceptance == "rejection", uniform_steps
-        self._counters = AcceptanceCounters()
+        self._counters = AcceptanceCounters(clock_ns)
         self._draft_forwards = 0
         self.query_lens = (1, *(count + 1 for count in length.choices))
 
     def launch(self, plan: Plan, runner: Runner, sampler: Sampler) -> Ticket:
         count = self._length.current
         greedy = all(entry.sequence.request.sampling.temperature == 0 for entry in plan.entries)
-        proposal = self._propose(plan, count, greedy or not self._rejects)
+        with self._counters.drafting():
+            proposal = self._propose(plan, count, greedy or not self._rejects)
         rows = self._rows(plan, proposal, count, runner)
         forward = runner.forward(Plan([row.entry for row in rows]), Want(draft_logits=True))
         self._counters.target_forwards += 1
@@ -162,7 +171,7 @@ class SpeculativeDecoder:
         return {**self._counters.as_counters(), "draft_forwards": float(self._draft_forwards)}
 
     def reset(self) -> None:
-        self._counters, self._draft_forwards = AcceptanceCounters(), 0
+        self._counters, self._draft_forwards = AcceptanceCounters(self._counters.clock_ns), 0
 
     def forget(self, sequence: Sequence) -> None:
         self._draft.forget(sequence)

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from infermix.errors import UserError
-from infermix.record.record import GuardResult, PartRecord, QualityRecord, Record
+from infermix.record.record import GuardResult, Metric, PartRecord, QualityRecord, Record
 from infermix.report.board import Board, Table, build_board
 from infermix.report.html import html
 from infermix.report.leaderboard import leaderboard, rendered
@@ -441,3 +441,16 @@ def test_options_of_transforms_tell_rows_apart(make_record) -> None:  # type: ig
     ]
     (table,) = build_board(rows).tables
     assert sorted(row.mix["transforms"] for row in table.rows) == ["compile(mode=a)", "compile(mode=b)"]
+
+
+def test_drafting_has_columns_only_where_something_drafts(records: list[Record], make_record) -> None:
+    drafting = make_record([150.0, 152.0, 149.0], parts={"decoder": "prompt_lookup"})
+    for name, value in {"acceptance_rate": 0.25, "mean_acceptance_length": 2.125}.items():
+        drafting.metrics[name] = Metric(value=value, unit="", better="higher", samples=[value] * 3)
+    plain, mixed = rendered(build_board(records)), rendered(build_board([*records, drafting]))
+    assert "mean_acceptance_length" in mixed["leaderboard.csv"].splitlines()[0]
+    for name in plain:
+        assert "tok/verification" not in plain[name]
+        assert "mean_acceptance_length" not in plain[name]
+    assert "| tok/verification |" in mixed["LEADERBOARD.md"]
+    assert "2.125" in mixed["LEADERBOARD.md"]

@@ -12,6 +12,7 @@ import numpy as np
 from infermix.measure import goodput as per_request
 from infermix.measure.goodput import check_goodput, meets_limits, output_tokens
 from infermix.measure.kv_figures import KV_FIGURES, Better, kv_figures
+from infermix.measure.speculation import speculation, speculation_metric
 from infermix.measure.stats import positive_interval
 from infermix.record.record import Metric, Repeat, RequestSample
 
@@ -41,20 +42,23 @@ def summarise(repeats: Sequence[Repeat], goodput: Mapping[str, float] | None = N
     """All metrics of the measured repeats; `goodput_rps` only when limits are stated.
 
     Latencies have the suffixes `_mean`, `_p50`, `_p90`, `_p99` (numpy's linear percentiles over the requests, for ITL
-    over the gaps, of one repeat) and leave failed requests out. A metric that no request defines is absent.
+    over the gaps, of one repeat) and leave failed requests out. A metric that no request defines is absent. Decoders
+    that draft add the figures of `measure.speculation`.
     Raises `UserError` for an unknown goodput limit.
     """
     limits = goodput or {}
     check_goodput(limits)
     values: dict[str, list[float]] = {}
     for repeat in repeats:
-        for name, value in (*rates(repeat, limits).items(), *latencies(repeat).items(), *kv_figures(repeat).items()):
+        drafting = speculation(repeat.environment.get("counters", {}), repeat.wall_s)
+        figures = {**rates(repeat, limits), **latencies(repeat), **kv_figures(repeat), **drafting}
+        for name, value in figures.items():
             values.setdefault(name, []).append(value)
     return {name: _metric(name, samples) for name, samples in values.items()}
 
 
 def _metric(name: str, samples: list[float]) -> Metric:
-    unit, better = _RATES.get(name, ("s", "lower"))
+    unit, better = _RATES.get(name) or speculation_metric(name) or ("s", "lower")
     interval = positive_interval(samples)
     return Metric(
         value=interval.value,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from infermix.measure.speculation import SPECULATION_METRICS
 from infermix.record.record import Summary
 from infermix.record.track import track_id, track_title
 from infermix.report.conditions import cautions, conditions
@@ -28,6 +29,8 @@ METRIC_KEYS = (
     "e2e_s_p99",
     "failed_share",
 )
+#: Of decoders that draft alone: no column where no row has them.
+DRAFTING_KEYS = tuple(SPECULATION_METRICS)
 MEMORY_KEYS = ("peak_bytes", "weight_bytes", "kv_bytes", "kv_bytes_per_token")
 ROOFLINE_KEYS = ("mbu", "mfu")
 
@@ -162,7 +165,9 @@ def _figures(record: Summary, baseline: Summary | None) -> dict[str, Figure]:
     found = _quality(record)
     if record.state != "ok":
         return found
-    found |= {key: shown for key in METRIC_KEYS if (shown := figure(record.metrics.get(key))) is not None}
+    found |= {
+        key: shown for key in (*METRIC_KEYS, *DRAFTING_KEYS) if (shown := figure(record.metrics.get(key))) is not None
+    }
     found |= {key: Figure(record.memory[key]) for key in MEMORY_KEYS if key in record.memory}
     found |= {
         key: Figure(float(record.roofline[key]))

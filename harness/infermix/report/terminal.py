@@ -17,7 +17,7 @@ from infermix.report.compare import Difference
 from infermix.report.labels import adapters
 
 #: What fits on a terminal; the files hold everything.
-TERMINAL_FIGURES = frozenset({SPEED, "ratio", "ttft_s_p50", "tpot_s_p50", "peak_bytes"})
+TERMINAL_FIGURES = frozenset({SPEED, "ratio", "ttft_s_p50", "tpot_s_p50", "mean_acceptance_length", "peak_bytes"})
 PIPED_WIDTH = 200
 OUTCOME_STYLE = {"better": "green", "worse": "bold red", "different": "yellow"}
 

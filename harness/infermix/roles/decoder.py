@@ -107,7 +107,8 @@ class DecoderContext:
     """What a decoder is built from.
 
     `model` is the target as the joint drives it (for heads and embeddings), `eos_token_ids` end a request, `base` is
-    the folder that relative paths start from, `second(source, options)` loads another model beside the target.
+    the folder that relative paths start from, `second(source, options)` loads another model beside the target,
+    `clock_ns` is the one clock, for time spent drafting.
     """
 
     facts: ModelFacts
@@ -122,6 +123,7 @@ class DecoderContext:
     base: Path | None = None
     progress: Callable[[str, float], None] = lambda phase, fraction: None
     second: Callable[..., Any] | None = None
+    clock_ns: Callable[[], int] | None = None
 
 
 class Decoder(Protocol):

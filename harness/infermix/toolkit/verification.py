@@ -8,7 +8,9 @@ sampling.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -34,8 +36,13 @@ class Proposer(Protocol):
 
 @dataclass(slots=True)
 class AcceptanceCounters:
-    """Cumulative figures of drafting: verifications, drafts and acceptances, in all and by draft position."""
+    """Cumulative figures of drafting: verifications, drafts and acceptances, in all and by draft position.
 
+    With a clock also the seconds spent in `drafting`: those of the device only where that block ends by reading it.
+    """
+
+    clock_ns: Callable[[], int] | None = None
+    drafting_ns: int = 0
     verifications: int = 0
     target_forwards: int = 0
     emitted: int = 0
@@ -53,7 +60,16 @@ class AcceptanceCounters:
             self.drafted_at[position] += 1
             self.accepted_at[position] += position < num_accepted
 
+    @contextmanager
+    def drafting(self) -> Iterator[None]:
+        """Time what is done inside as drafting."""
+        started = self.clock_ns() if self.clock_ns else 0
+        yield
+        if self.clock_ns:
+            self.drafting_ns += self.clock_ns() - started
+
     def as_counters(self) -> dict[str, float]:
+        timed = {"draft_s": self.drafting_ns / 1e9} if self.clock_ns else {}
         totals = {
             "verifications": self.verifications,
             "target_forwards": self.target_forwards,
@@ -66,7 +82,7 @@ class AcceptanceCounters:
             for name, counts in (("drafted", self.drafted_at), ("accepted", self.accepted_at))
             for position, count in enumerate(counts, 1)
         }
-        return {name: float(count) for name, count in {**totals, **by_position}.items()}
+        return {name: float(count) for name, count in {**totals, **by_position, **timed}.items()}
 
 
 def room_for_drafts(sequence: Sequence, limit: int, max_model_len: int) -> int:
@@ -139,10 +155,18 @@ class VerifyingDecoder:
 
     reads_tokens = True
 
-    def __init__(self, proposer: Proposer, num_draft_tokens: int, max_model_len: int, *, uniform: bool) -> None:
+    def __init__(
+        self,
+        proposer: Proposer,
+        num_draft_tokens: int,
+        max_model_len: int,
+        *,
+        uniform: bool,
+        clock_ns: Callable[[], int] | None = None,
+    ) -> None:
         self._proposer, self._limit, self._max_model_len = proposer, num_draft_tokens, max_model_len
         self._uniform = uniform
-        self._counters = AcceptanceCounters()
+        self._counters = AcceptanceCounters(clock_ns)
         self.query_lens = (1, num_draft_tokens + 1)
 
     def launch(self, plan: Plan, runner: Runner, sampler: Sampler) -> Ticket:
@@ -165,13 +189,14 @@ class VerifyingDecoder:
         return self._counters.as_counters()
 
     def reset(self) -> None:
-        self._counters = AcceptanceCounters()
+        self._counters = AcceptanceCounters(self._counters.clock_ns)
 
     def forget(self, sequence: Sequence) -> None:
         self._proposer.forget(sequence)
 
     def _rows(self, plan: Plan, runner: Runner) -> list[Drafted]:
-        drafts = [self._drafts(entry) for entry in plan.entries]
+        with self._counters.drafting():
+            drafts = [self._drafts(entry) for entry in plan.entries]
         decoding = all(entry.num_new_tokens == 1 and completes(entry) for entry in plan.entries)
         filled_to = self._limit if self._uniform and decoding and any(drafts) else 0
         if any(self._beyond(entry, filled_to) for entry in plan.entries):
