@@ -7,6 +7,7 @@ from infermix.hookspecs import hookimpl
 from infermix.quality.components import COMPONENTS as EVALUATORS
 from infermix.roles.component import Component
 from infermix.workload.components import COMPONENTS as WORKLOADS
+from infermix.workload.trace_components import COMPONENTS as TRAFFIC
 
 
 @hookimpl
@@ -16,7 +17,7 @@ def infermix_engine() -> list[Component]:
 
 @hookimpl
 def infermix_workload() -> list[Component]:
-    return list(WORKLOADS)
+    return [*WORKLOADS, *TRAFFIC]
 
 
 @hookimpl

@@ -172,3 +172,52 @@ def test_identifiers_must_differ(clock, make_engine) -> None:
 def test_concurrency_must_be_positive(clock, make_engine) -> None:
     with pytest.raises(InfermixError, match="at least 1"):
         drive(make_engine(), requests(0.0), 0, clock=clock)
+
+
+def turn(name: str, after: str = "", think_s: float = 0.0, arrival_s: float = 0.0) -> Request:
+    return Request(request_id=name, prompt_ids=(1, 2), sampling=SamplingParams(max_new_tokens=2), after=after,
+                   think_s=think_s, arrival_s=arrival_s)  # fmt: skip
+
+
+def test_the_next_turn_arrives_after_the_answer_and_the_thinking(clock, make_engine) -> None:
+    session = [turn("a"), turn("b", "a", 1.0), turn("c", "b", 0.5), turn("x", arrival_s=1.1)]
+    repeat = drive(make_engine(step_s=0.1), session, None, clock=clock, keep_outputs=4)
+    samples = by_id(repeat)
+    assert {name: round(sample.arrival_s, 6) for name, sample in samples.items()} == {
+        "a": 0.0, "x": 1.1, "b": 1.2, "c": 1.9,
+    }  # fmt: skip
+    assert ttft_s(samples["b"]) == pytest.approx(0.1)
+    assert all(sample.output_ids for sample in repeat.requests)
+    assert repeat.generator_late_s == 0.0
+
+
+def test_a_thinking_session_keeps_its_place(clock, make_engine) -> None:
+    sessions = [turn("a"), turn("b", "a", 1.0), turn("x"), turn("y", "x")]
+    engine = make_engine(step_s=0.1)
+    samples = by_id(drive(engine, sessions, 1, clock=clock))
+    arrivals = {name: round(sample.arrival_s, 6) for name, sample in samples.items()}
+    assert arrivals == {"a": 0.0, "b": 1.2, "x": 1.4, "y": 1.6}
+    assert engine.most_running == 1
+
+
+def test_turns_behind_a_failed_one_fail_with_it(clock, make_engine) -> None:
+    session = [turn("a"), turn("b", "a", 1.0), turn("c", "b"), turn("x")]
+    repeat = drive(make_engine(refused=frozenset({"a"})), session, None, clock=clock)
+    samples = by_id(repeat)
+    assert samples["x"].finish_reason == "length"
+    for name in ("b", "c"):
+        assert samples[name].finish_reason == "error"
+        assert samples[name].error == "not sent: request 'a', an earlier turn of its session, failed"
+
+
+@pytest.mark.parametrize(
+    ("session", "fault"),
+    [
+        ([turn("a"), turn("b", "z")], "request 'b' follows one that is not there"),
+        ([turn("a"), turn("b", "c"), turn("c", "b")], "request 'b' follows one that is not there"),
+        ([turn("a"), turn("b", "a"), turn("c", "a")], "two requests follow the same one"),
+    ],
+)
+def test_turns_that_never_come_are_refused(clock, make_engine, session, fault: str) -> None:
+    with pytest.raises(InfermixError, match=fault):
+        drive(make_engine(), session, None, clock=clock)

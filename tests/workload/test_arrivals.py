@@ -6,7 +6,7 @@ from statistics import fmean, stdev
 
 import pytest
 from infermix.workload.arrivals import arrival_times
-from infermix.workload.components import Constant, Gamma, Poisson
+from infermix.workload.components import Constant, Gamma, OnOff, Poisson, Ramp
 
 
 def gaps(arrivals, count: int = 20_000) -> list[float]:
@@ -48,3 +48,38 @@ def test_gamma_of_one_is_poisson() -> None:
 def test_single_and_none() -> None:
     assert arrival_times(Poisson(request_rate=1.0), 1, Random(1)) == [0.0]
     assert arrival_times(Poisson(request_rate=1.0), 0, Random(1)) == []
+
+
+def test_bursts_alternate_between_two_rates() -> None:
+    arrivals = OnOff(on_rate=20.0, off_rate=2.0, on_s=3.0, off_s=7.0)
+    times = arrival_times(arrivals, 20_000, Random(1))
+    assert times[0] == 0.0
+    assert times == sorted(times)
+    inside = sum(time % 10 < 3 for time in times)
+    cycles = times[-1] / 10
+    assert inside / cycles == pytest.approx(60, rel=0.03)
+    assert (len(times) - inside) / cycles == pytest.approx(14, rel=0.05)
+
+
+def test_no_request_arrives_between_bursts_of_rate_zero() -> None:
+    arrivals = OnOff(on_rate=5.0, on_s=1.0, off_s=4.0)
+    assert all(time % 5 <= 1 + 1e-9 for time in arrival_times(arrivals, 500, Random(2)))
+
+
+def test_drawn_phases_keep_the_mean_rate() -> None:
+    arrivals = OnOff(on_rate=10.0, on_s=1.0, off_s=1.0, exponential=True)
+    times = arrival_times(arrivals, 20_000, Random(3))
+    assert len(times) / times[-1] == pytest.approx(5, rel=0.05)
+    drawn = [later - earlier for earlier, later in pairwise(times)]
+    assert stdev(drawn) / fmean(drawn) > 1.5, "bursts have a larger spread than Poisson"
+
+
+@pytest.mark.parametrize(("start", "end"), [(0.0, 40.0), (10.0, 30.0), (40.0, 4.0), (8.0, 8.0)])
+def test_ramp_changes_the_rate_linearly(start: float, end: float) -> None:
+    times = arrival_times(Ramp(start_rate=start, end_rate=end, ramp_s=100.0), 6_000, Random(1))
+    assert times[0] == 0.0
+    assert times == sorted(times)
+    for low, high in ((0, 50), (50, 100), (100, 120)):
+        middle = min((low + high) / 2, 100) if low < 100 else 100
+        expected = (start + (end - start) * middle / 100) * (high - low)
+        assert sum(low <= time < high for time in times) == pytest.approx(expected, abs=4 * expected**0.5 + 1)

@@ -15,17 +15,17 @@ from infermix.workload.components import SyntheticOptions
         (
             {"arrivals": {"use": "posson", "request_rate": 1}},
             ["arrivals.use: expected one of the known values, got 'posson' "
-             "(did you mean 'poisson'? known: constant, gamma, poisson)"],
+             "(did you mean 'poisson'? known: constant, gamma, on_off, poisson, ramp)"],
         ),
         (
             {"arrivals": {"request_rate": 1}},
             ["arrivals: object missing required field use "
-             "(write {use: constant, ...}; known: constant, gamma, poisson)"],
+             "(write {use: constant, ...}; known: constant, gamma, on_off, poisson, ramp)"],
         ),
         (
             {"arrivals": "poisson"},
             ["arrivals: expected object | null, got 'poisson' "
-             "(write {use: poisson, ...}; known: constant, gamma, poisson)"],
+             "(write {use: poisson, ...}; known: constant, gamma, on_off, poisson, ramp)"],
         ),
         (
             {"arrivals": {"use": "poisson", "request_rate": -1, "cvv": 2}},

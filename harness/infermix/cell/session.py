@@ -256,6 +256,7 @@ class CellSession:
                 ),
                 "graphs": report.graphs,
                 "memory_method": self._meter.method,
+                **({"workload": dict(counts)} if (counts := getattr(self._workload, "counts", {})) else {}),
             },
         )
 

@@ -3,10 +3,14 @@
 Open loop (`concurrency` is `None`): a request is submitted as soon as its arrival is due, and every latency counts
 from that intended arrival, however late the engine let us come back (no coordinated omission). Closed loop: a
 request's arrival is the moment at which its turn came, which is the stamp of the event that ended another one.
+
+A request with `after` is the next turn of a session: it arrives `think_s` after the event that ended the other. In a
+closed loop `concurrency` counts sessions then, and one that thinks keeps its place.
 """
 
 from __future__ import annotations
 
+import heapq
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
@@ -39,6 +43,24 @@ def drive(
     request that is not running.
     """
     return _Run(engine, requests, concurrency, clock or SystemClock(), keep_outputs).finish()
+
+
+def _turns_after(requests: Sequence[Request]) -> dict[str, Request]:
+    """The next turn by the id of the request that it waits for. Raises `InfermixError` for turns that never come."""
+    following = {request.after: request for request in requests if request.after}
+    if len(following) != sum(bool(request.after) for request in requests):
+        raise InfermixError("two requests follow the same one: a session has one next turn")
+    seen = {request.request_id for request in requests if not request.after}
+    reached, frontier = set(seen), list(seen)
+    while frontier:
+        turn = following.get(frontier.pop())
+        if turn is not None:
+            reached.add(turn.request_id)
+            frontier.append(turn.request_id)
+    lost = [request.request_id for request in requests if request.request_id not in reached]
+    if lost:
+        raise InfermixError(f"request {lost[0]!r} follows one that is not there")
+    return following
 
 
 @dataclass(slots=True)
@@ -75,12 +97,17 @@ class _Run:
     ) -> None:
         if concurrency is not None and concurrency < 1:
             raise InfermixError(f"concurrency must be at least 1, not {concurrency}")
-        ordered = list(requests) if concurrency else sorted(requests, key=lambda each: each.arrival_s)
-        if len({request.request_id for request in ordered}) != len(ordered):
+        ids = {request.request_id for request in requests}
+        if len(ids) != len(requests):
             raise InfermixError("two requests of one repeat have the same request_id")
+        first = [request for request in requests if not request.after]
+        ordered = first if concurrency else sorted(first, key=lambda each: each.arrival_s)
+        self.turns_after = _turns_after(requests)
+        self.thinking: list[tuple[int, int, Request]] = []
         self.engine, self.concurrency, self.clock = engine, concurrency, clock
         self.pending = deque(ordered)
-        self.kept = {request.request_id for request in ordered[:keep_outputs]}
+        in_order = [*ordered, *self.turns_after.values()]
+        self.kept = {request.request_id for request in in_order[:keep_outputs]}
         self.samples: dict[str, RequestSample] = {}
         self.running: dict[str, Request] = {}
         self.turns: deque[int] = deque()
@@ -89,7 +116,7 @@ class _Run:
         self.start_ns = self.last_event_ns = self.end_ns = clock.now_ns()
 
     def finish(self) -> Repeat:
-        while self.pending or self.running:
+        while self.pending or self.running or self.thinking:
             self._submit_due()
             if self.engine.has_work:
                 self._step()
@@ -98,8 +125,8 @@ class _Run:
                     f"the engine is idle, but {len(self.running)} requests have not ended, "
                     f"among them {next(iter(self.running))!r}"
                 )
-            elif self.pending and not self.concurrency:
-                self.clock.sleep_until(self._arrival_ns(self.pending[0]))
+            elif (due_ns := self._next_due_ns()) is not None and due_ns > self.clock.now_ns():
+                self.clock.sleep_until(due_ns)
         samples = list(self.samples.values())
         return Repeat(
             wall_s=(self.end_ns - self.start_ns) / 1e9,
@@ -111,10 +138,20 @@ class _Run:
     def _arrival_ns(self, request: Request) -> int:
         return self.start_ns + round(request.arrival_s * 1e9)
 
+    def _next_due_ns(self) -> int | None:
+        """The next arrival that is known; `None` when only the end of a request brings one."""
+        known = [due_ns for due_ns, _, _ in self.thinking[:1]]
+        if self.pending and not self.concurrency:
+            known.append(self._arrival_ns(self.pending[0]))
+        return min(known, default=None)
+
     def _submit_due(self) -> None:
+        while self.thinking and self.thinking[0][0] <= self.clock.now_ns():
+            due_ns, _, request = heapq.heappop(self.thinking)
+            self._submit(request, due_ns)
         while self.pending:
             if self.concurrency:
-                if len(self.running) >= self.concurrency:
+                if len(self.running) + len(self.thinking) >= self.concurrency:
                     return
                 due_ns = self.turns.popleft() if self.turns else self.start_ns
             else:
@@ -176,8 +213,30 @@ class _Run:
         sample.finish_reason = reason.value
         del self.running[sample.request_id]
         self.end_ns = max(self.end_ns, time_ns)
+        following = self.turns_after.pop(sample.request_id, None)
+        if following is not None and not sample.error and reason is not FinishReason.ERROR:
+            due_ns = time_ns + round(following.think_s * 1e9)
+            heapq.heappush(self.thinking, (due_ns, len(self.samples), following))
+            return
+        self._end_session(following, sample.request_id, time_ns)
         if self.concurrency:
             self.turns.append(time_ns)
+
+    def _end_session(self, request: Request | None, failed_id: str, time_ns: int) -> None:
+        """The turns behind a failed one cannot be asked; they fail with it."""
+        at_s = (time_ns - self.start_ns) / 1e9
+        while request is not None:
+            self.samples[request.request_id] = RequestSample(
+                request_id=request.request_id,
+                arrival_s=at_s,
+                sent_s=at_s,
+                input_tokens=len(request.prompt_ids),
+                emissions=[],
+                finish_reason=FinishReason.ERROR.value,
+                category=request.category,
+                error=f"not sent: request {failed_id!r}, an earlier turn of its session, failed",
+            )
+            request = self.turns_after.pop(request.request_id, None)
 
     def _check_stall(self, now_ns: int) -> None:
         if self.silent_steps <= STALL_STEPS or now_ns - self.last_event_ns < STALL_NS:

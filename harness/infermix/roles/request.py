@@ -29,6 +29,9 @@ class Request:
 
     Only requests of equal `cache_salt` share cached prefixes. `priority`: smaller is more urgent. `tenant` is who
     pays, for schedulers that share between tenants.
+
+    With `after`, the request arrives `think_s` seconds after the request of that id has ended, whatever `arrival_s`
+    says: the next turn of a session.
     """
 
     request_id: str
@@ -39,6 +42,8 @@ class Request:
     priority: int = 0
     cache_salt: str = ""
     tenant: str = ""
+    after: str = ""
+    think_s: float = 0.0
 
 
 class FinishReason(enum.StrEnum):

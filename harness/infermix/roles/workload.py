@@ -46,7 +46,10 @@ class WorkloadContext:
 
 
 class Workload(Protocol):
-    #: Closed loop: this many requests are kept in flight; `None` means that `arrival_s` decides (open loop).
+    """Optional attribute: `counts: Mapping[str, float]`, figures for the record, such as rows that were left out."""
+
+    #: Closed loop: this many requests (sessions, where they have turns) are kept in flight; `None` means that
+    #: `arrival_s` decides (open loop).
     concurrency: int | None
 
     def requests(self, repeat: int) -> Sequence[Request]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Protocol
 
 from infermix.roles.request import Request, SamplingParams
 from infermix.workload.arrivals import arrival_times
-from infermix.workload.components import RequestOptions
+from infermix.workload.components import RequestClass, RequestOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +19,11 @@ class Prompt:
     token_ids: tuple[int, ...]
     max_new_tokens: int
     category: str = ""
+    #: When the source knows it; `None` leaves it to `arrivals`.
+    arrival_s: float | None = None
+    #: Index of the prompt that has to end first, and the seconds from then on: the next turn of a session.
+    after: int | None = None
+    think_s: float = 0.0
 
 
 class Source(Protocol):
@@ -35,19 +40,22 @@ class Source(Protocol):
 class PreparedWorkload:
     """Requests of one repeat. Every repeat has the same ones, unless `vary` asks for others.
 
-    Prompts, arrivals and sampling seeds come from separate random streams: changing one leaves the others alone.
+    Prompts, arrivals, classes and sampling seeds come from separate random streams: changing one leaves the others
+    alone. `counts` is what the source has to tell about its data.
     """
 
     def __init__(self, options: RequestOptions, default_seed: int, source: Source) -> None:
         self.concurrency = options.concurrency
         self.input_tokens = source.input_tokens
+        self.counts: Mapping[str, float] = getattr(source, "counts", {})
         self._options, self._source = options, source
         self._seed = default_seed if options.seed is None else options.seed
 
     def requests(self, repeat: int) -> Sequence[Request]:
         round_ = repeat if self._options.vary else 0
         prompts = self._source.prompts(round_, self._seed)
-        times = arrival_times(self._options.arrivals, len(prompts), stream(self._seed, round_, "arrivals"))
+        times = self._times(prompts, round_)
+        classes = self._classes(prompts, round_)
         seeds = stream(self._seed, round_, "sampling")
         return [
             Request(
@@ -55,10 +63,37 @@ class PreparedWorkload:
                 prompt_ids=prompt.token_ids,
                 sampling=self._sampling(prompt.max_new_tokens, seeds.getrandbits(31)),
                 arrival_s=time,
-                category=prompt.category,
+                category=kind.category or prompt.category,
+                priority=kind.priority,
+                tenant=kind.tenant,
+                after="" if prompt.after is None else str(prompt.after),
+                think_s=prompt.think_s,
             )
-            for index, (prompt, time) in enumerate(zip(prompts, times, strict=True))
+            for index, (prompt, time, kind) in enumerate(zip(prompts, times, classes, strict=True))
         ]
+
+    def _times(self, prompts: Sequence[Prompt], round_: int) -> list[float]:
+        """Arrivals; those of later turns are not used. `arrivals` goes before what the source says."""
+        arrivals = self._options.arrivals
+        firsts = sum(prompt.after is None for prompt in prompts)
+        drawn = iter(arrival_times(arrivals, firsts, stream(self._seed, round_, "arrivals")))
+        times = [0.0 if prompt.after is not None else next(drawn) for prompt in prompts]
+        if arrivals is not None or self.concurrency is not None:
+            return times
+        return [
+            time if prompt.arrival_s is None else prompt.arrival_s
+            for prompt, time in zip(prompts, times, strict=True)
+        ]
+
+    def _classes(self, prompts: Sequence[Prompt], round_: int) -> list[RequestClass]:
+        """One per prompt; all turns of a session belong to the same class."""
+        choices = self._options.classes or (RequestClass(),)
+        random, weights = stream(self._seed, round_, "classes"), [choice.share for choice in choices]
+        drawn: list[RequestClass] = []
+        for prompt in prompts:
+            fresh = random.choices(choices, weights)[0] if prompt.after is None else drawn[prompt.after]
+            drawn.append(fresh)
+        return drawn
 
     def _sampling(self, max_new_tokens: int, seed: int) -> SamplingParams:
         options = self._options

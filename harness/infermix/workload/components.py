@@ -40,7 +40,38 @@ class Gamma(Tagged, frozen=True, kw_only=True, tag="gamma"):
     cv: Annotated[float, Meta(gt=0, description="coefficient of variation of the gaps")] = 2.0
 
 
-Arrivals = Constant | Poisson | Gamma
+class OnOff(Tagged, frozen=True, kw_only=True, tag="on_off"):
+    """Bursts: Poisson arrivals whose rate alternates. It begins with a burst, the first request at 0."""
+
+    on_rate: Annotated[float, Meta(gt=0, description="arrivals per second in a burst", extra={"unit": "requests/s"})]
+    off_rate: Annotated[
+        float, Meta(ge=0, description="arrivals per second between bursts", extra={"unit": "requests/s"})
+    ] = 0.0
+    on_s: Annotated[float, Meta(gt=0, description="length of a burst, its mean if drawn", extra={"unit": "s"})]
+    off_s: Annotated[float, Meta(gt=0, description="time between bursts, its mean if drawn", extra={"unit": "s"})]
+    exponential: Annotated[
+        bool, Meta(description="draw both lengths from exponential distributions (a Markov modulated process)")
+    ] = False
+
+
+class Ramp(Tagged, frozen=True, kw_only=True, tag="ramp"):
+    """Poisson arrivals whose rate changes linearly for `ramp_s` seconds and then stays. The first arrives at 0."""
+
+    start_rate: Annotated[float, Meta(ge=0, description="arrivals per second at 0", extra={"unit": "requests/s"})]
+    end_rate: Annotated[float, Meta(gt=0, description="arrivals per second at the end", extra={"unit": "requests/s"})]
+    ramp_s: Annotated[float, Meta(gt=0, description="length of the ramp", extra={"unit": "s"})]
+
+
+Arrivals = Constant | Poisson | Gamma | OnOff | Ramp
+
+
+class RequestClass(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A class of requests that a scheduler may treat differently."""
+
+    share: Annotated[float, Meta(gt=0, description="share of the requests, relative to the other classes")] = 1.0
+    priority: Annotated[int, Meta(description="smaller is more urgent")] = 0
+    tenant: Annotated[str, Meta(description="who pays")] = ""
+    category: Annotated[str, Meta(description="name of the class; empty: what the source says")] = ""
 
 
 class Uniform(Tagged, frozen=True, kw_only=True, tag="uniform"):
@@ -97,6 +128,9 @@ class RequestOptions(WorkloadOptions, frozen=True, kw_only=True):
     top_p: Annotated[float, Meta(gt=0, le=1, description="probability mass kept")] = 1.0
     min_p: Annotated[float, Meta(ge=0, le=1, description="least probability over the largest one")] = 0.0
     repetition_penalty: Annotated[float, Meta(gt=0, description="1: none")] = 1.0
+    classes: Annotated[
+        tuple[RequestClass, ...], Meta(description="classes that the requests (or sessions) are drawn from")
+    ] = ()
     stop: Annotated[tuple[str, ...], Meta(description="texts that end an output")] = ()
     stop_token_ids: Annotated[tuple[TokenId, ...], Meta(description="tokens that end an output")] = ()
     ignore_eos: Annotated[bool, Meta(description="go on after the end of sequence")] = False
