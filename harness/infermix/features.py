@@ -22,6 +22,15 @@ _PROVIDERS = {
 #: Why a model asks for a feature of the KV layout.
 _LAYOUT_HINTS = {"kv:state": " (a layout that keeps the states of its recurrent layers)"}
 
+#: What must not meet, since the figures would say nothing: the features, and why.
+_MEANINGLESS: tuple[tuple[tuple[str, ...], str], ...] = (
+    (
+        ("decoder:drafts", "workload:random_tokens", "workload:ignore_eos"),
+        "how many drafts are accepted on random tokens beyond the end of a text says nothing about speculation: use "
+        "real prompts",
+    ),
+)
+
 
 @dataclass(frozen=True)
 class Match:
@@ -60,6 +69,7 @@ def match(
         adapters.update(via)
     for choice in evaluators:
         rules.resolve(Role.EVALUATOR, choice, problems)
+    problems += rules.meaningless()
     return Match(tuple(problems), adapters, matched, tuple(adapted))
 
 
@@ -100,6 +110,18 @@ class _Rules:
             else:
                 problems.append(f"{_title(role, choice)} needs {_readable(need)}, {self._absence(need)}")
         return via
+
+    def meaningless(self) -> Iterator[str]:
+        """Mixes that would run and be measured for nothing."""
+        for names, why in _MEANINGLESS:
+            if set(names) <= self._provided:
+                owners = dict.fromkeys(
+                    _title(role, choice)
+                    for name in names
+                    for role, choice in self._choices.items()
+                    if name in self._evaluate(choice, "provides")
+                )
+                yield f"{' with '.join(owners)}: {why}"
 
     def model_problems(self) -> Iterator[str]:
         """What the model and the dtype ask of the attention backend and the machine."""

@@ -56,6 +56,11 @@ def _needs_truncate(options: Any, model: ModelFacts, machine: MachineFacts) -> F
     return frozenset({"kv:truncate"})
 
 
+def _drafts(options: Any, model: ModelFacts, machine: MachineFacts) -> Features:
+    """What is measured depends on the text: random tokens would say nothing."""
+    return frozenset({"decoder:drafts"})
+
+
 def _build_prompt_lookup(options: PromptLookupOptions, context: DecoderContext) -> Any:
     from infermix.toolkit.verification import VerifyingDecoder
 
@@ -87,6 +92,7 @@ def infermix_decoder() -> list[Component]:
             options=PromptLookupOptions,
             requires=("torch",),
             needs=_needs_truncate,
+            provides=_drafts,
         ),
         Component(
             name="speculative",
@@ -96,5 +102,6 @@ def infermix_decoder() -> list[Component]:
             options=SpeculativeOptions,
             requires=("torch",),
             needs=_needs_truncate,
+            provides=_drafts,
         ),
     ]

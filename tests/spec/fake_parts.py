@@ -97,7 +97,7 @@ PARTS = (
     component(Role.QUANTIZER, "half", weight_bits=lambda options: 8.0),
     component(Role.QUANTIZER, "absent", requires=("a_library_that_is_not_here",), extra="absent"),
     component(Role.DECODER, "autoregressive"),
-    component(Role.DECODER, "speculative", needs=features("kv:truncate")),
+    component(Role.DECODER, "speculative", needs=features("kv:truncate"), provides=features("decoder:drafts")),
     component(Role.SCHEDULER, "continuous", options=Running),
     component(Role.TRANSFORM, "fuse", options=Fuse, needs=features("device:cuda|device:cpu")),
     component(Role.TRANSFORM, "gpu", needs=features("device:cuda")),
@@ -108,6 +108,9 @@ PARTS = (
     ),
     component(Role.ENGINE, "whole", hosts=frozenset({Role.QUANTIZER})),
     component(Role.WORKLOAD, "load", options=Load),
+    component(
+        Role.WORKLOAD, "noise", options=Load, provides=features("workload:random_tokens", "workload:ignore_eos")
+    ),
     component(Role.EVALUATOR, "score", needs=features("engine:score")),
 )  # fmt: skip
 

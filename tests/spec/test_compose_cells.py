@@ -56,6 +56,18 @@ def test_defaults_fill_every_hosted_role(plan: Plan) -> None:
     assert (only.facts.dtype, only.max_model_len, only.max_num_seqs) == ("bfloat16", 64, 4)
 
 
+def test_speculation_on_random_tokens_is_refused(plan: Plan) -> None:
+    """By what decoder and workload declare, whatever they are called."""
+    head = "model: {source: tiny.json, weights: dummy}\n"
+    drafting, plain = plan("sweep: {parts.decoder: [speculative, autoregressive]}\n", head=head + "workload: noise\n")
+    assert (drafting.runs, plain.runs) == (False, True)
+    (reason,) = drafting.reasons
+    assert reason.startswith("decoder 'speculative' with workload 'noise': ")
+    assert "says nothing about speculation" in reason
+    (on_text,) = plan("parts: {decoder: speculative}\n", head=head + "workload: load\n")
+    assert on_text.runs
+
+
 def test_adapters_are_declared_on_the_row_and_the_part(plan: Plan) -> None:
     paged, dense = plan("sweep: {parts.kv: [paged, dense]}\n")
     assert (paged.runs, paged.adapters) == (True, {"view:dense": "gather"})

@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from infermix.roles.component import Component, Role
+from infermix.roles.component import Component, Features, Role
+from infermix.roles.facts import MachineFacts, ModelFacts
 from infermix.roles.workload import Workload, WorkloadContext, WorkloadOptions
 from infermix.toolkit.corpus import PYDOC_TOPICS, check_corpus
 
@@ -233,6 +234,15 @@ class CorpusOptions(RequestOptions, frozen=True, kw_only=True):
         return self.num_requests
 
 
+def _ends_ignored(options: RequestOptions, model: ModelFacts, machine: MachineFacts) -> Features:
+    return frozenset({"workload:ignore_eos"}) if options.ignore_eos else frozenset()
+
+
+def _random_tokens(options: SyntheticOptions, model: ModelFacts, machine: MachineFacts) -> Features:
+    """Declared for parts whose work depends on what the text says."""
+    return _ends_ignored(options, model, machine) | {"workload:random_tokens"}
+
+
 def _synthetic(options: Any, context: WorkloadContext) -> Workload:
     from infermix.workload.assemble import PreparedWorkload
     from infermix.workload.synthetic import SyntheticSource
@@ -261,6 +271,7 @@ COMPONENTS = (
         summary="random tokens of exactly the asked lengths; needs no tokenizer",
         build=_synthetic,
         options=SyntheticOptions,
+        provides=_random_tokens,
     ),
     Component(
         name="prompts",
@@ -268,6 +279,7 @@ COMPONENTS = (
         summary="prompts, chat messages or first turns from a JSONL file",
         build=_prompts,
         options=PromptsOptions,
+        provides=_ends_ignored,
     ),
     Component(
         name="corpus",
@@ -275,5 +287,6 @@ COMPONENTS = (
         summary="prompts of equal length cut from a text; the default text ships with Python",
         build=_corpus,
         options=CorpusOptions,
+        provides=_ends_ignored,
     ),
 )
