@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import importlib.util
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -76,6 +77,20 @@ def report(
         details=details or {},
         precision_bits=precision_bits,
     )
+
+
+def on_device(model: nn.Module, context: QuantizerContext, done: QuantizationReport) -> QuantizationReport:
+    """On a GPU with Triton, linears that a kernel multiplies move into it; the report says what each one got."""
+    if not context.device.startswith("cuda") or importlib.util.find_spec("triton") is None:
+        return done
+    from infermix_quant.kernel_linears import use_kernels
+
+    modules = dict(model.named_modules())
+    linears = {name: modules[name] for name in done.kernels}
+    made = use_kernels(
+        model, {name: each for name, each in linears.items() if isinstance(each, QuantLinear)}, context
+    )
+    return report(done.method, made, done.skipped, done.details, done.precision_bits)
 
 
 def described(bits: int, bits_for: Mapping[str, int], group_size: int, symmetric: bool | None = None) -> str:

@@ -35,7 +35,8 @@ class CheckpointQuantizer:
         made = read_linears(model, packed, context)
         _, skipped = find_linears(model)
         left = tuple(name for name, module in model.named_modules() if type(module) is nn.Linear and name not in made)
-        return common.report(packed.describe(), made, tuple(dict.fromkeys((*skipped, *left))))
+        done = common.report(packed.describe(), made, tuple(dict.fromkeys((*skipped, *left))))
+        return common.on_device(model, context, done)
 
 
 def read_linears(model: nn.Module, packed: PackedCheckpoint, context: QuantizerContext) -> dict[str, QuantLinear]:

@@ -32,7 +32,8 @@ class GptqQuantizer:
 
     def apply(self, model: nn.Module, context: QuantizerContext) -> QuantizationReport:
         """Raises `UserError`, with the model unchanged, when an option fits not every linear."""
-        return cached(model, context, "gptq", self._options, "gptq", lambda: self._apply(model, context))
+        done = cached(model, context, "gptq", self._options, "gptq", lambda: self._apply(model, context))
+        return common.on_device(model, context, done)
 
     def _apply(self, model: nn.Module, context: QuantizerContext) -> QuantizationReport:
         options = self._options

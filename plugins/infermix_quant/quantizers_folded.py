@@ -39,7 +39,8 @@ class FoldedQuantizer:
 
     def apply(self, model: nn.Module, context: QuantizerContext) -> QuantizationReport:
         """Raises `UserError`, with the model unchanged, when an option fits not every linear."""
-        return cached(model, context, self.name, self.options, self.form(), lambda: self._apply(model, context))
+        done = cached(model, context, self.name, self.options, self.form(), lambda: self._apply(model, context))
+        return common.on_device(model, context, done)
 
     def _apply(self, model: nn.Module, context: QuantizerContext) -> QuantizationReport:
         found, skipped = common.linears_of(model, self._skip)

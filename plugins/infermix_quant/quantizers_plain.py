@@ -40,7 +40,8 @@ class PlainQuantizer:
         self.check(found)
         self.prepare(model, found, context)
         made: dict[str, Any] = convert_linears(model, found, self.make, context.progress)
-        return common.report(self.method, made, skipped, precision_bits=self.precision_bits)
+        done = common.report(self.method, made, skipped, precision_bits=self.precision_bits)
+        return common.on_device(model, context, done)
 
     def check(self, found: Sequence[FoundLinear]) -> None:
         """Raises `UserError` before anything is converted."""
@@ -114,10 +115,11 @@ class Fp8Quantizer(PlainQuantizer):
 
     def apply(self, model: nn.Module, context: QuantizerContext) -> QuantizationReport:
         """Static scales are kept for the next run; the rest is as quickly done again."""
-        convert = super().apply
         if self._options.activations != "tensor":
-            return convert(model, context)
-        return cached(model, context, "fp8", self._options, "", lambda: convert(model, context))
+            return super().apply(model, context)
+        return cached(
+            model, context, "fp8", self._options, "", lambda: super(Fp8Quantizer, self).apply(model, context)
+        )
 
     def prepare(self, model: nn.Module, found: Sequence[FoundLinear], context: QuantizerContext) -> None:
         """Largest activations of the unquantized model; linears outside the layers are measured nowhere."""

@@ -1,0 +1,50 @@
+"""Kernel linears under Triton's interpreter. Collected only where TRITON_INTERPRET was set before the start."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from infermix.roles.quantizer import QuantizerContext
+from infermix_quant.gptq import GptqSettings, gptq
+from infermix_quant.hqq import HqqSettings, hqq
+from infermix_quant.kernel_linears import KernelLinear, W4KernelLinear, W8A8KernelLinear, use_kernels
+from infermix_quant.linear_fp8 import Fp8Linear, fp8_weight
+from infermix_quant.linear_grouped import GroupedLinear
+from infermix_quant.linear_int8 import Int8Linear, LlmInt8Linear, int8_weight
+from torch import nn
+
+
+def _weight() -> torch.Tensor:
+    return torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("act_order", [False, True])
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_four_bits_run_on_the_kernel(act_order: bool, symmetric: bool) -> None:
+    """`use_kernels` itself compares every shape with its plain meaning; here the whole model is compared again."""
+    x = torch.randn(50, 64, generator=torch.Generator().manual_seed(1))
+    plain = GroupedLinear(gptq(_weight(), x.t() @ x, GptqSettings(4, 32, symmetric, act_order=act_order)), None)
+    model = nn.ModuleDict({"up": plain})
+    made = use_kernels(model, {"up": plain}, QuantizerContext(device="cpu", dtype="float32"))
+    assert isinstance(made["up"], W4KernelLinear)
+    assert model["up"] is made["up"]
+    torch.testing.assert_close(made["up"](x[:3]), plain(x[:3]), rtol=1e-4, atol=1e-4)
+
+
+def test_int8_runs_on_the_kernel_in_half_precision() -> None:
+    plain = Int8Linear(*int8_weight(_weight()), None)
+    made = use_kernels(nn.ModuleDict({"up": plain}), {"up": plain}, QuantizerContext(device="cpu", dtype="float16"))
+    assert isinstance(made["up"], W8A8KernelLinear)
+    assert made["up"].kernel == "triton w8a8 int8"
+
+
+def test_what_no_kernel_multiplies_stays() -> None:
+    linears = {
+        "three": GroupedLinear(gptq(_weight(), torch.eye(64), GptqSettings(3, 32, True)), None),
+        "odd": GroupedLinear(gptq(_weight(), torch.eye(64), GptqSettings(4, 16, True)), None),
+        "hqq": GroupedLinear(hqq(_weight(), HqqSettings(4, 32)), None),
+        "outliers": LlmInt8Linear(*int8_weight(_weight()), None, 6.0),
+        "weights": Fp8Linear(*fp8_weight(_weight(), "channel"), None, activations="none"),
+    }
+    made = use_kernels(nn.ModuleDict(linears), dict(linears), QuantizerContext(device="cpu", dtype="float16"))
+    assert not any(isinstance(each, KernelLinear) for each in made.values())
