@@ -23,6 +23,13 @@ class PromptLookupOptions(Options, frozen=True):
     ] = 2
 
 
+class JacobiOptions(Options, frozen=True):
+    num_draft_tokens: Annotated[
+        int,
+        Meta(ge=1, le=63, description="positions guessed and computed together per step", extra={"unit": "tokens"}),
+    ] = 8
+
+
 class SpeculativeOptions(Options, frozen=True):
     draft: Annotated[
         str,
@@ -75,6 +82,20 @@ def _build_prompt_lookup(options: PromptLookupOptions, context: DecoderContext) 
     )
 
 
+def _build_jacobi(options: JacobiOptions, context: DecoderContext) -> Any:
+    from infermix.toolkit.verification import VerifyingDecoder
+
+    from infermix_decoders.jacobi import JacobiGuesses
+
+    return VerifyingDecoder(
+        JacobiGuesses(),
+        options.num_draft_tokens,
+        context.max_model_len,
+        uniform=context.device.startswith("cuda"),
+        clock_ns=context.clock_ns,
+    )
+
+
 def _build_speculative(options: SpeculativeOptions, context: DecoderContext) -> Any:
     from infermix_decoders.build_speculative import build_speculative
 
@@ -90,6 +111,16 @@ def infermix_decoder() -> list[Component]:
             summary="drafts what followed the same text before, verified in one forward",
             build=_build_prompt_lookup,
             options=PromptLookupOptions,
+            requires=("torch",),
+            needs=_needs_truncate,
+            provides=_drafts,
+        ),
+        Component(
+            name="jacobi",
+            role=Role.DECODER,
+            summary="guesses a window of tokens and refines it by the target's own answers until they agree",
+            build=_build_jacobi,
+            options=JacobiOptions,
             requires=("torch",),
             needs=_needs_truncate,
             provides=_drafts,

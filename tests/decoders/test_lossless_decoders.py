@@ -26,6 +26,7 @@ SCHEDULERS = [
 ]
 DRAFTING = [
     ("prompt_lookup", {"num_draft_tokens": 5, "min_match_tokens": 1}),
+    ("jacobi", {"num_draft_tokens": 5}),
     ("speculative", {"draft": "target", "draft_quantizer": "rtn", "num_draft_tokens": 3, "acceptance": "coupled"}),
     (
         "speculative",

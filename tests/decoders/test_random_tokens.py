@@ -10,7 +10,7 @@ from infermix.plugins import load_catalogue
 from infermix.spec.load import load_experiment
 
 CATALOGUE = load_catalogue()
-DRAFTING = ("prompt_lookup", "{use: speculative, draft: target}")
+DRAFTING = ("prompt_lookup", "jacobi", "{use: speculative, draft: target}")
 
 
 @pytest.mark.parametrize("decoder", DRAFTING)
@@ -25,3 +25,14 @@ def test_verdict_of_the_plan(decoder: str, workload: str, runs: bool, tiny_llama
     (plan,) = compose(load_experiment(path), CATALOGUE)
     assert plan.runs == runs, plan.reasons
     assert runs or "real prompts" in plan.reasons[0]
+
+
+@pytest.mark.parametrize("workload", ["synthetic", "trace", "sessions"])
+def test_workloads_without_text_say_so(workload: str) -> None:
+    from infermix.roles.component import Role
+    from infermix.toolkit.conformance import example_machine, example_model
+
+    component = CATALOGUE.find(Role.WORKLOAD, workload).component
+    given = {"path": "trace.csv"} if workload == "trace" else {}
+    provided = component.provides(component.options(**given), example_model(), example_machine("cpu"))
+    assert {"workload:random_tokens", "workload:ignore_eos"} <= provided

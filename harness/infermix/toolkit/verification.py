@@ -23,7 +23,11 @@ from infermix.roles.scheduler import Plan, Scheduled
 
 
 class Proposer(Protocol):
-    """Guesses the continuation of a sequence from what the host knows."""
+    """Guesses the continuation of a sequence from what the host knows.
+
+    Optional: `observe(sequence, draws, num_emitted)`, what the target said in a verification, before its tokens are
+    appended: `draws[:num_emitted]` follow the text, those behind them were computed after a wrong draft.
+    """
 
     def propose(self, sequence: Sequence, limit: int) -> Seq[int]:
         """At most `limit` (>= 1) token ids that may follow `sequence.tokens`."""
@@ -166,6 +170,7 @@ class VerifyingDecoder:
     ) -> None:
         self._proposer, self._limit, self._max_model_len = proposer, num_draft_tokens, max_model_len
         self._uniform = uniform
+        self._observe = getattr(proposer, "observe", None)
         self._counters = AcceptanceCounters(clock_ns)
         self.query_lens = (1, num_draft_tokens + 1)
 
@@ -219,6 +224,8 @@ class VerifyingDecoder:
         count = accepted(draws, row.drafts[: row.num_real])
         tokens = tuple(draws[: count + 1])
         self._counters.count(row.num_real, count)
+        if self._observe is not None:
+            self._observe(row.entry.sequence, draws, len(tokens))
         sampler.accept(row.entry.sequence, tokens)
         return Emission(row.entry.sequence, tokens, len(row.drafts))
 

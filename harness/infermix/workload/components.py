@@ -238,7 +238,7 @@ def _ends_ignored(options: RequestOptions, model: ModelFacts, machine: MachineFa
     return frozenset({"workload:ignore_eos"}) if options.ignore_eos else frozenset()
 
 
-def _random_tokens(options: SyntheticOptions, model: ModelFacts, machine: MachineFacts) -> Features:
+def random_tokens(options: RequestOptions, model: ModelFacts, machine: MachineFacts) -> Features:
     """Declared for parts whose work depends on what the text says."""
     return _ends_ignored(options, model, machine) | {"workload:random_tokens"}
 
@@ -271,7 +271,7 @@ COMPONENTS = (
         summary="random tokens of exactly the asked lengths; needs no tokenizer",
         build=_synthetic,
         options=SyntheticOptions,
-        provides=_random_tokens,
+        provides=random_tokens,
     ),
     Component(
         name="prompts",

@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from infermix.roles.component import Component, Role
 from infermix.roles.workload import Workload, WorkloadContext
-from infermix.workload.components import Length, RequestOptions, Tokens, bounds
+from infermix.workload.components import Length, RequestOptions, Tokens, bounds, random_tokens
 
 SECONDS = {"unit": "s"}
 
@@ -132,6 +132,7 @@ COMPONENTS = (
         summary="arrivals and lengths of a recorded trace (Azure, BurstGPT, Mooncake), synthetic tokens",
         build=_trace,
         options=TraceOptions,
+        provides=random_tokens,
     ),
     Component(
         name="sessions",
@@ -139,5 +140,6 @@ COMPONENTS = (
         summary="multi-turn conversations with growing shared prefixes, closed loop inside a session",
         build=_sessions,
         options=SessionsOptions,
+        provides=random_tokens,
     ),
 )
