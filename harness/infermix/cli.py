@@ -18,6 +18,7 @@ from infermix.errors import InfermixError, UserError, nearest
 VERBS = {
     "run": "run or resume every cell of an experiment",
     "plan": "say what each cell would do, and run nothing",
+    "find-rate": "find the largest request rate whose goodput stays above a share",
     "plugins": "list components with their options, needs and provides",
     "schema": "print the JSON Schema of experiment files",
     "leaderboard": "publish tables from records",

@@ -191,6 +191,14 @@ def test_the_next_turn_arrives_after_the_answer_and_the_thinking(clock, make_eng
     assert repeat.generator_late_s == 0.0
 
 
+def test_sessions_whose_answers_end_together(clock, make_engine) -> None:
+    sessions = [turn("a0"), turn("b0"), turn("a1", "a0", 0.5), turn("b1", "b0", 0.5)]
+    samples = by_id(drive(make_engine(step_s=0.1), sessions, None, clock=clock))
+    assert {name: round(sample.arrival_s, 6) for name, sample in samples.items()} == {
+        "a0": 0.0, "b0": 0.0, "a1": 0.7, "b1": 0.7,
+    }  # fmt: skip
+
+
 def test_a_thinking_session_keeps_its_place(clock, make_engine) -> None:
     sessions = [turn("a"), turn("b", "a", 1.0), turn("x"), turn("y", "x")]
     engine = make_engine(step_s=0.1)

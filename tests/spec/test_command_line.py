@@ -16,7 +16,20 @@ from infermix.plugins import load_catalogue
 from infermix.roles.component import Role
 
 ROOT = Path(__file__).resolve().parents[2]
-VERBS = ["run", "plan", "plugins", "schema", "leaderboard", "compare", "show", "cost", "kv", "doctor", "new-plugin"]
+VERBS = [
+    "run",
+    "plan",
+    "find-rate",
+    "plugins",
+    "schema",
+    "leaderboard",
+    "compare",
+    "show",
+    "cost",
+    "kv",
+    "doctor",
+    "new-plugin",
+]
 EXPERIMENT = """model: {source: tiny.json, weights: dummy}
 workload: {use: synthetic, input_tokens: 8, output_tokens: 4}
 sweep: {parts.attention: [eager, sdpa], parts.kv: [dense, paged]}

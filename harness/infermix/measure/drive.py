@@ -104,6 +104,7 @@ class _Run:
         ordered = first if concurrency else sorted(first, key=lambda each: each.arrival_s)
         self.turns_after = _turns_after(requests)
         self.thinking: list[tuple[int, int, Request]] = []
+        self.num_turns = 0
         self.engine, self.concurrency, self.clock = engine, concurrency, clock
         self.pending = deque(ordered)
         in_order = [*ordered, *self.turns_after.values()]
@@ -216,7 +217,8 @@ class _Run:
         following = self.turns_after.pop(sample.request_id, None)
         if following is not None and not sample.error and reason is not FinishReason.ERROR:
             due_ns = time_ns + round(following.think_s * 1e9)
-            heapq.heappush(self.thinking, (due_ns, len(self.samples), following))
+            self.num_turns += 1
+            heapq.heappush(self.thinking, (due_ns, self.num_turns, following))
             return
         self._end_session(following, sample.request_id, time_ns)
         if self.concurrency:
