@@ -19,7 +19,7 @@ Seconds = {"unit": "s"}
 class DynamicOptions(Options, frozen=True):
     batch_size: Annotated[int, Meta(ge=1, description="requests of a full batch", extra={"unit": "requests"})] = 8
     max_wait_s: Annotated[
-        float, Meta(ge=0, description="longest wait of a batch's first request for the rest", extra=Seconds)
+        float, Meta(ge=0, le=5, description="longest wait of a batch's first request for the rest", extra=Seconds)
     ] = 0.05
 
 

@@ -56,6 +56,7 @@ def test_the_engine_tells_every_step_and_waits_with_the_scheduler(build_engine: 
     tokens, silent = _run(engine, 3)
     assert tokens == dict.fromkeys("012", 5)
     assert silent > 3, "three of four requests wait for the fourth"
+    assert engine.report().counters["steps"] <= 6, "polls while it waits are no steps"
     engine.close()
     engine = build_engine({"scheduler": "slo_aware"}, engine={"overlap": overlap})
     assert _run(engine, 3)[0] == dict.fromkeys("012", 5)

@@ -187,6 +187,8 @@ def test_fair_share_follows_the_weights_whatever_the_load(weights: dict[str, flo
     server.add(*(sequence(400 + index, 5, 5, tenant="small") for index in range(150)))
     for _ in range(160):
         server.step()
+        served = server.scheduler._queue._served
+        assert abs(served["large"] - served["small"]) <= 5 + 4 * 5, "one prompt, and what four running ones produce"
     small = sum(index >= 400 for index in server.order)
     assert small < 150, "the small tenant still waits"
     assert small / len(server.order) == pytest.approx(share, abs=0.05)

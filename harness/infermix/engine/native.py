@@ -99,7 +99,9 @@ class NativeEngine:
     @torch.inference_mode()
     def step(self) -> list[TokenEvent]:
         plan = self._scheduler.schedule(self._space, self._context.clock_ns() / 1e9)
-        self._note_plan(plan)
+        waits = plan.wake_s is not None  # a poll, which would only dilute what is counted per step
+        if not waits:
+            self._note_plan(plan)
         for sequence in (*plan.preempted, *plan.swapped_out):
             self._forget_device_state(sequence)
             sequence.num_preemptions += 1
@@ -107,7 +109,8 @@ class NativeEngine:
         self._settle_forks(plan)
         if plan.entries:
             self._launch(plan)
-        self._kv.sample()
+        if not waits:
+            self._kv.sample()
         if not self._pending:
             return self._refuse_stall(plan)
         if len(self._pending) <= self._lag and plan.entries:
