@@ -75,6 +75,11 @@ class TraceOptions(RequestOptions, frozen=True, kw_only=True):
 
         read_trace(self, base)
 
+    def max_request_tokens(self) -> int | None:
+        if self.max_input_tokens is None or self.max_output_tokens is None:
+            return None
+        return self.max_input_tokens + self.max_output_tokens
+
     def most_requests(self) -> int | None:
         return self.num_requests
 
