@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from infermix.hookspecs import hookimpl
 from infermix.roles.component import Component, Features, Options, Role
+from infermix.toolkit.calibration import CalibrationOptions
 from msgspec import Meta
 
 if TYPE_CHECKING:
@@ -30,19 +31,9 @@ class JacobiOptions(Options, frozen=True):
     ] = 8
 
 
-class SpeculativeOptions(Options, frozen=True):
-    draft: Annotated[
-        str,
-        Meta(
-            min_length=1,
-            description="draft model (package:NAME, directory, GGUF file or Hugging Face id), or `target`: "
-            "another copy of the target's own checkpoint, which draft_quantizer makes smaller",
-        ),
-    ]
-    draft_quantizer: Annotated[
-        str | None, Meta(description="quantizer of the draft model: a smaller copy of the target as its draft")
-    ] = None
-    draft_quantizer_options: Annotated[dict[str, Any], Meta(description="options of that quantizer")] = {}
+class DraftModelOptions(Options, frozen=True, kw_only=True):
+    """How drafts of a model are made and judged."""
+
     num_draft_tokens: Annotated[
         int, Meta(ge=1, le=15, description="tokens drafted per step", extra={"unit": "tokens"})
     ] = 4
@@ -57,6 +48,31 @@ class SpeculativeOptions(Options, frozen=True):
             "draft and target share their noise, the very tokens of plain decoding"
         ),
     ] = "rejection"
+
+
+class SelfSpeculativeOptions(DraftModelOptions, frozen=True, kw_only=True):
+    skip_layers: Annotated[
+        tuple[Annotated[int, Meta(ge=0)], ...],
+        Meta(description="layers that drafts do without, counted from 0; none: searched on the calibration text"),
+    ] = ()
+    calibration: Annotated[
+        CalibrationOptions, Meta(description="text on which drafts should agree with the whole model")
+    ] = CalibrationOptions(num_samples=4, sample_tokens=64)
+
+
+class SpeculativeOptions(DraftModelOptions, frozen=True, kw_only=True):
+    draft: Annotated[
+        str,
+        Meta(
+            min_length=1,
+            description="draft model (package:NAME, directory, GGUF file or Hugging Face id), or `target`: "
+            "another copy of the target's own checkpoint, which draft_quantizer makes smaller",
+        ),
+    ]
+    draft_quantizer: Annotated[
+        str | None, Meta(description="quantizer of the draft model: a smaller copy of the target as its draft")
+    ] = None
+    draft_quantizer_options: Annotated[dict[str, Any], Meta(description="options of that quantizer")] = {}
 
 
 def _needs_truncate(options: Any, model: ModelFacts, machine: MachineFacts) -> Features:
@@ -102,6 +118,12 @@ def _build_speculative(options: SpeculativeOptions, context: DecoderContext) -> 
     return build_speculative(options, context)
 
 
+def _build_self_speculative(options: SelfSpeculativeOptions, context: DecoderContext) -> Any:
+    from infermix_decoders.build_self_speculative import build_self_speculative
+
+    return build_self_speculative(options, context)
+
+
 @hookimpl
 def infermix_decoder() -> list[Component]:
     return [
@@ -122,6 +144,16 @@ def infermix_decoder() -> list[Component]:
             build=_build_jacobi,
             options=JacobiOptions,
             requires=("torch",),
+            needs=_needs_truncate,
+            provides=_drafts,
+        ),
+        Component(
+            name="self_speculative",
+            role=Role.DECODER,
+            summary="the target drafts for itself with some of its layers skipped, and verifies in one forward",
+            build=_build_self_speculative,
+            options=SelfSpeculativeOptions,
+            requires=("torch", "transformers"),
             needs=_needs_truncate,
             provides=_drafts,
         ),

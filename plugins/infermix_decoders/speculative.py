@@ -140,6 +140,7 @@ class SpeculativeDecoder:
         self._rejects, self._uniform = acceptance == "rejection", uniform_steps
         self._counters = AcceptanceCounters(clock_ns)
         self._draft_forwards = 0
+        self.details: dict[str, Any] = {}
         self.query_lens = (1, *(count + 1 for count in length.choices))
 
     def launch(self, plan: Plan, runner: Runner, sampler: Sampler) -> Ticket:

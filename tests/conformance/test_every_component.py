@@ -71,6 +71,7 @@ VARIANTS: dict[tuple[Role, str], list[dict[str, Any]]] = {
     (Role.TRANSFORM, "compile"): [{"backend": "eager"}, {"backend": "aot_eager"}],
     (Role.DECODER, "prompt_lookup"): [{"num_draft_tokens": 1}, {"min_match_tokens": 1}],
     (Role.DECODER, "jacobi"): [{"num_draft_tokens": 1}, {"num_draft_tokens": 15}],
+    (Role.DECODER, "self_speculative"): [{"skip_layers": [0]}, {"skip_layers": [1], "adaptive": True}],
     (Role.DECODER, "speculative"): [{"draft": "target"}, {"draft": "target", "adaptive": True}],
     (Role.SCHEDULER, "static"): [{"batch_size": 1}, {"batch_size": 3}],
     (Role.SCHEDULER, "continuous"): [

@@ -27,6 +27,7 @@ SCHEDULERS = [
 DRAFTING = [
     ("prompt_lookup", {"num_draft_tokens": 5, "min_match_tokens": 1}),
     ("jacobi", {"num_draft_tokens": 5}),
+    ("self_speculative", {"skip_layers": (1,), "num_draft_tokens": 3, "acceptance": "coupled"}),
     ("speculative", {"draft": "target", "draft_quantizer": "rtn", "num_draft_tokens": 3, "acceptance": "coupled"}),
     (
         "speculative",

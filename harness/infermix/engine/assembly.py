@@ -305,7 +305,7 @@ def _report_parts(
         **_table_facts(shape),
     )
     build.executed(Role.SCHEDULER, scheduler)
-    build.executed(Role.DECODER, decoder)
+    build.executed(Role.DECODER, decoder, **getattr(decoder, "details", {}))
     build.report.executed.setdefault("engine", {}).update(
         transformers=importlib.metadata.version("transformers"), max_num_seqs=build.max_num_seqs,
         max_model_len=build.context.max_model_len,

@@ -134,6 +134,7 @@ class Decoder(Protocol):
     - `reads_tokens: bool`, whether the next launch depends on tokens of the last step (drafts from the text do): the
       engine then collects a step before it launches the next; `False`.
     - `counters() -> dict[str, float]`, cumulative figures for the record; and `reset()`, all requests are dropped.
+    - `details: Mapping[str, Any]`, what was chosen when it was built, for the record; nothing.
     - `forget(sequence)`, the sequence ended or lost its KV.
     """
 

@@ -79,24 +79,31 @@ def samples_digest(samples: Sequence[Sequence[int]]) -> str:
 
 
 def draw_calibration(
-    options: CalibrationOptions, tokenizer: Encoder | None, *, vocab_size: int, max_tokens: int, base: Path
+    options: CalibrationOptions,
+    tokenizer: Encoder | None,
+    *,
+    vocab_size: int,
+    max_tokens: int,
+    base: Path,
+    key: str = _KEY,
 ) -> CalibrationData:
     """The samples that `options` describe.
 
     Without a tokenizer (dummy weights) ids are uniform random numbers below `vocab_size`, and `facts` say so. Raises
-    `UserError` when the corpus cannot be read or is too short, or a sample exceeds `max_tokens`.
+    `UserError` when the corpus cannot be read or is too short, or a sample exceeds `max_tokens`; `key` is where the
+    options stand.
     """
     if options.sample_tokens > max_tokens:
         raise UserError(
             f"samples of {options.sample_tokens} tokens are longer than the {max_tokens} positions of the model",
-            key=f"{_KEY}.sample_tokens",
+            key=f"{key}.sample_tokens",
         )
     if tokenizer is None:
         return _data(_random_samples(options, vocab_size), {"corpus": "random token ids: the model has no tokenizer"})
     corpus = read_corpus(options.corpus, base)
     ids = tokenizer.encode(corpus.text)
     facts = {"corpus": corpus.label, "corpus_sha256": corpus.sha256, "corpus_tokens": len(ids)}
-    return _data(_windows(options, ids), facts)
+    return _data(_windows(options, ids, key), facts)
 
 
 def _data(samples: tuple[tuple[int, ...], ...], facts: dict[str, Any]) -> CalibrationData:
@@ -104,14 +111,14 @@ def _data(samples: tuple[tuple[int, ...], ...], facts: dict[str, Any]) -> Calibr
     return CalibrationData(samples, {**facts, **sizes, "token_ids_sha256": samples_digest(samples)})
 
 
-def _windows(options: CalibrationOptions, ids: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+def _windows(options: CalibrationOptions, ids: Sequence[int], key: str) -> tuple[tuple[int, ...], ...]:
     length = options.sample_tokens
     starts = range(options.first_token, len(ids) - length + 1, length)
     if len(starts) < options.num_samples:
         raise UserError(
             f"the corpus {options.corpus} has {len(ids)} tokens: from token {options.first_token} on, "
             f"{len(starts)} windows of {length} and not {options.num_samples}",
-            key=f"{_KEY}.num_samples",
+            key=f"{key}.num_samples",
             hint="lower num_samples, sample_tokens or first_token, or give a longer text",
         )
     drawn = sorted(random.Random(options.seed).sample(starts, options.num_samples))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence as Many
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from infermix.roles.component import Component
 from infermix.roles.decoder import Decoder, DecoderContext, Forward, Want
@@ -113,8 +114,25 @@ class _ToySecond:
 def _context() -> DecoderContext:
     return DecoderContext(
         facts=example_model(), device="cpu", dtype="float32", max_num_seqs=4, max_model_len=4096, seed=0,
-        second=lambda *given, **named: _ToySecond(),
+        second=lambda *given, **named: _ToySecond(), model=_example_model(),
     )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=1)
+def _example_model() -> nn.Module:
+    """Random weights that fit `example_model()`, for decoders that read or copy modules of the target."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    facts = example_model()
+    layer = facts.layers[0]
+    config = LlamaConfig(
+        vocab_size=facts.vocab_size, hidden_size=facts.hidden_size, intermediate_size=512, head_dim=layer.key_dim,
+        num_hidden_layers=facts.num_layers, num_attention_heads=layer.num_heads,
+        num_key_value_heads=layer.num_kv_heads, max_position_embeddings=facts.max_position_embeddings,
+    )  # fmt: skip
+    with torch.random.fork_rng([]):
+        torch.manual_seed(0)
+        return LlamaForCausalLM(config).eval()
 
 
 def check_decoder(component: Component, options: Any = None, *, num_steps: int = 12) -> None:

@@ -1,0 +1,82 @@
+"""The target without some of its layers as its own draft model: no further weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from infermix.errors import Unsupported, UserError
+from infermix.toolkit.calibration import draw_calibration
+
+from infermix_decoders.draft_length import DraftLength
+from infermix_decoders.layer_search import search_layers
+from infermix_decoders.skipped_layers import facts_of_kept, keep_layers
+from infermix_decoders.speculative import SpeculativeDecoder
+
+if TYPE_CHECKING:
+    from infermix.roles.decoder import DecoderContext
+
+    from infermix_decoders.plugin import SelfSpeculativeOptions
+
+
+def build_self_speculative(options: SelfSpeculativeOptions, context: DecoderContext) -> SpeculativeDecoder:
+    """Raises `UserError` for layers that the model does not have, `Unsupported` for a model without such layers."""
+    if context.second is None or context.model is None:
+        raise Unsupported("this engine offers no second model, which decoder self_speculative needs")
+    skipped, details = _choice(options, context)
+    kept = [index for index in range(context.facts.num_layers) if index not in skipped]
+    facts = facts_of_kept(context.facts, kept)
+    second = context.second(model=keep_layers(context.model, kept), facts=facts)
+    ratio = facts.weight_bytes / max(context.facts.weight_bytes, 1)
+    decoder = SpeculativeDecoder(
+        second,
+        DraftLength(options.num_draft_tokens, adaptive=options.adaptive, cost_ratio=ratio),
+        context.max_model_len,
+        acceptance=options.acceptance,
+        uniform_steps=context.device.startswith("cuda"),
+        clock_ns=context.clock_ns,
+    )
+    decoder.details = {"skipped_layers": list(skipped), "draft_layers": len(kept), **details}
+    return decoder
+
+
+def _choice(options: SelfSpeculativeOptions, context: DecoderContext) -> tuple[tuple[int, ...], dict[str, Any]]:
+    """Layers to skip, and for the record how they were found."""
+    given = _given(options.skip_layers, context.facts.num_layers)
+    return (given, {}) if given else _searched(options, context)
+
+
+def _given(layers: tuple[int, ...], number: int) -> tuple[int, ...]:
+    wrong = [index for index in layers if index >= number]
+    if wrong or len(set(layers)) != len(layers) or len(layers) == number:
+        raise UserError(
+            f"skip_layers {list(layers)} do not fit a model with layers 0 to {number - 1}",
+            key="parts.decoder.skip_layers",
+            hint="name each layer once, and leave at least one",
+        )
+    return layers
+
+
+def _searched(options: SelfSpeculativeOptions, context: DecoderContext) -> tuple[tuple[int, ...], dict[str, Any]]:
+    facts = context.facts
+    calibration = draw_calibration(
+        options.calibration,
+        context.tokenizer,
+        vocab_size=facts.vocab_size,
+        max_tokens=facts.max_position_embeddings,
+        base=context.base or Path(),
+        key="parts.decoder.calibration",
+    )
+
+    def cost_of(num_kept: int) -> float:
+        return facts_of_kept(facts, range(num_kept)).weight_bytes / facts.weight_bytes
+
+    found = search_layers(
+        context.model,
+        calibration.samples,
+        cost_of,
+        options.num_draft_tokens,
+        lambda fraction: context.progress("search layers", fraction),
+    )
+    figures = {"agreement": found.agreement, "expected_speedup": found.speedup}
+    return found.layers, {**figures, "calibration": dict(calibration.facts)}
