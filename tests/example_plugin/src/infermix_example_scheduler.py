@@ -8,6 +8,7 @@ from infermix.errors import UserError
 from infermix.roles.kv_space import KVSpace
 from infermix.roles.request import Sequence
 from infermix.roles.scheduler import Plan, Scheduled
+from infermix.toolkit.admission import give_back, start_cached
 
 
 class ShortestPromptScheduler:
@@ -37,7 +38,9 @@ class ShortestPromptScheduler:
             raise UserError(
                 f"request {sequence.request.request_id!r} needs {longest} tokens of KV, more than there are"
             )
+        start_cached(sequence, space)
         if not space.reserve(sequence.seq_id, longest):
+            give_back(sequence, space)
             return False
         self._running[sequence.seq_id] = heapq.heappop(self._waiting)[2]
         return True
