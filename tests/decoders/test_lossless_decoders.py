@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+from decoding import DRAFTING, generate, requests
 from infermix.roles.request import Request, SamplingParams
 
 Build = Callable[..., Any]
@@ -24,48 +24,10 @@ SCHEDULERS = [
     ("continuous", {"max_num_seqs": 3}),
     ("continuous", {"max_num_seqs": 4, "max_num_batched_tokens": 9, "chunked": True}),
 ]
-DRAFTING = [
-    ("prompt_lookup", {"num_draft_tokens": 5, "min_match_tokens": 1}),
-    ("jacobi", {"num_draft_tokens": 5}),
-    ("self_speculative", {"skip_layers": (1,), "num_draft_tokens": 3, "acceptance": "coupled"}),
-    ("speculative", {"draft": "target", "draft_quantizer": "rtn", "num_draft_tokens": 3, "acceptance": "coupled"}),
-    (
-        "speculative",
-        {
-            "draft": "target",
-            "draft_quantizer": "rtn",
-            "num_draft_tokens": 4,
-            "acceptance": "coupled",
-            "adaptive": True,
-        },
-    ),
-]
 
 
 def _name(decoder: Any) -> str:
     return decoder[0] + ("-adaptive" if decoder[1].get("adaptive") else "")
-
-
-def requests(sampling: dict[str, Any], count: int = 7) -> list[Request]:
-    """Prompts that repeat themselves, of different lengths, so that lookups hit."""
-    rng = random.Random(3)
-    made = []
-    for index in range(count):
-        phrase = [rng.randrange(6, 96) for _ in range(rng.randint(1, 4))]
-        prompt = (phrase * 9)[: rng.randint(3, 17)]
-        params = SamplingParams(max_new_tokens=rng.randint(1, 24), seed=index, **sampling)
-        made.append(Request(request_id=f"r{index}", prompt_ids=tuple(prompt), sampling=params))
-    return made
-
-
-def generate(engine: Any, wanted: list[Request]) -> dict[str, list[int]]:
-    for request in wanted:
-        engine.submit(request)
-    tokens: dict[str, list[int]] = {request.request_id: [] for request in wanted}
-    while engine.has_work:
-        for event in engine.step():
-            tokens[event.request_id] += event.token_ids
-    return tokens
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 
 from infermix.engine.adapters.mla import LatentAttention
@@ -23,7 +26,7 @@ from infermix.engine.second import second_models
 from infermix.engine.self_check import Reference, collect_reference, self_check
 from infermix.engine.transforms import Transforms
 from infermix.engine.warm import warm_up
-from infermix.errors import OutOfMemory, UserError
+from infermix.errors import OutOfMemory, Unsupported, UserError
 from infermix.paths import cache_dir
 from infermix.roles.attention import TuneContext
 from infermix.roles.component import Choice, Role
@@ -144,12 +147,27 @@ def assemble(options: NativeOptions, context: EngineContext) -> NativeEngine:
 
 def _decoder_context(build: Assembly, loaded: LoadedModel, tokenizer: Any) -> DecoderContext:
     context = build.context
-    return DecoderContext(
+    made = DecoderContext(
         facts=context.facts, device=str(build.device), dtype=context.dtype, max_num_seqs=build.max_num_seqs,
         max_model_len=context.max_model_len, seed=context.seed, model=loaded.model, tokenizer=tokenizer,
         eos_token_ids=loaded.eos_token_ids, base=context.base, progress=context.progress, clock_ns=context.clock_ns,
         second=second_models(build, capture=why_not_captured(build, recompute=False) is None),
     )  # fmt: skip
+    return replace(made, inner=functools.partial(_inner_decoder, build, made))
+
+
+def _inner_decoder(build: Assembly, context: DecoderContext, name: str, options: dict[str, Any]) -> Any:
+    """Raises `UserError` for a decoder or an option that does not exist."""
+    if build.context.find is None:
+        raise UserError("this engine was built without a catalogue, so no decoder can be named inside another")
+    registered = build.context.find(Role.DECODER, name)
+    if registered.unavailable:
+        raise Unsupported(f"decoder {name!r} {registered.unavailable}")
+    component = registered.component
+    try:
+        return component.build(msgspec.convert(options, component.options), context)
+    except msgspec.ValidationError as error:
+        raise UserError(f"options of decoder {name!r}: {error}", key="parts.decoder.decoder_options") from error
 
 
 def _tune_context(build: Assembly, joint: Joint, shape: KVShape, space: KVSpace) -> TuneContext:

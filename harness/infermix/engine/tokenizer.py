@@ -21,6 +21,11 @@ class HfTokenizer:
         self.special_token_ids: tuple[int, ...] = special_ids(tokenizer)
         self.vocab_size: int = len(tokenizer)
 
+    @property
+    def backend(self) -> Any:
+        """The transformers tokenizer, for libraries that read a whole vocabulary."""
+        return self._tokenizer
+
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)
 

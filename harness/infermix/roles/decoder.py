@@ -108,7 +108,8 @@ class DecoderContext:
 
     `model` is the target as the joint drives it (for heads and embeddings), `eos_token_ids` end a request, `base` is
     the folder that relative paths start from, `second(source, options)` loads another model beside the target,
-    `clock_ns` is the one clock, for time spent drafting.
+    `clock_ns` is the one clock, for time spent drafting, `inner(name, options)` builds the decoder that another one
+    wraps.
     """
 
     facts: ModelFacts
@@ -124,6 +125,7 @@ class DecoderContext:
     progress: Callable[[str, float], None] = lambda phase, fraction: None
     second: Callable[..., Any] | None = None
     clock_ns: Callable[[], int] | None = None
+    inner: Callable[[str, dict[str, Any]], Any] | None = None
 
 
 class Decoder(Protocol):

@@ -1,0 +1,95 @@
+"""Grammar masks of sequences, kept in step with their tokens."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import xgrammar
+from infermix.errors import InfermixError, Unsupported, UserError
+from infermix.roles.request import Sequence
+from infermix.toolkit.masking import MaskedDecoder
+from torch import Tensor
+
+from infermix_xgrammar.plugin import JsonConstraint
+
+if TYPE_CHECKING:
+    from infermix.roles.decoder import DecoderContext
+
+    from infermix_xgrammar.plugin import ConstrainedOptions
+
+_BITS = torch.arange(32, dtype=torch.int32)
+
+
+def build_constrained(options: ConstrainedOptions, context: DecoderContext) -> MaskedDecoder:
+    """Raises `UserError` for a constraint that cannot be compiled, `Unsupported` without a tokenizer."""
+    if context.inner is None:
+        raise Unsupported("this engine offers no decoder to constrain")
+    tokenizer = getattr(context.tokenizer, "backend", None)
+    if tokenizer is None:
+        raise Unsupported("constrained decoding needs a transformers tokenizer, which this model does not have")
+    info = xgrammar.TokenizerInfo.from_huggingface(
+        tokenizer, vocab_size=context.facts.vocab_size, stop_token_ids=list(context.eos_token_ids)
+    )
+    masks = GrammarMasks(_compiled(options, info), context.facts.vocab_size)
+    return MaskedDecoder(context.inner(options.decoder, options.decoder_options), masks)
+
+
+def _compiled(options: ConstrainedOptions, info: Any) -> Any:
+    compiler, constraint = xgrammar.GrammarCompiler(info), options.constraint
+    try:
+        if not isinstance(constraint, JsonConstraint):
+            return compiler.compile_regex(constraint.pattern)
+        if not constraint.schema:
+            return compiler.compile_builtin_json_grammar()
+        return compiler.compile_json_schema(json.dumps(constraint.schema), any_whitespace=constraint.any_whitespace)
+    except (RuntimeError, ValueError) as error:
+        raise UserError(f"the constraint cannot be compiled: {error}", key="parts.decoder.constraint") from error
+
+
+@dataclass(slots=True)
+class _State:
+    matcher: Any
+    num_seen: int = 0
+
+
+class GrammarMasks:
+    """One matcher per sequence over its output; behind the end of a sequence anything may follow."""
+
+    def __init__(self, compiled: Any, vocab_size: int) -> None:
+        self._compiled, self._vocab_size = compiled, vocab_size
+        self._states: dict[int, _State] = {}
+
+    def allowed(self, sequence: Sequence, drafts: tuple[int, ...]) -> Tensor | None:
+        matcher = self._follow(sequence)
+        accepted = 0
+        while accepted < len(drafts) and not matcher.is_terminated() and matcher.accept_token(drafts[accepted]):
+            accepted += 1
+        mask = None
+        if accepted == len(drafts) and not matcher.is_terminated():
+            mask = self._mask(matcher)
+        if accepted:
+            matcher.rollback(accepted)
+        return mask
+
+    def forget(self, sequence: Sequence) -> None:
+        self._states.pop(sequence.seq_id, None)
+
+    def _follow(self, sequence: Sequence) -> Any:
+        state = self._states.get(sequence.seq_id)
+        if state is None:
+            state = self._states[sequence.seq_id] = _State(xgrammar.GrammarMatcher(self._compiled))
+        output = sequence.tokens[sequence.num_prompt_tokens :]
+        for token in output[state.num_seen :]:
+            if not state.matcher.is_terminated() and not state.matcher.accept_token(token):
+                raise InfermixError(f"token {token} of request {sequence.request.request_id!r} breaks the constraint")
+        state.num_seen = len(output)
+        return state.matcher
+
+    def _mask(self, matcher: Any) -> Tensor:
+        bits = xgrammar.allocate_token_bitmask(1, self._vocab_size)
+        if not matcher.fill_next_token_bitmask(bits):
+            return torch.ones(self._vocab_size, dtype=torch.bool)
+        return ((bits[0][:, None] >> _BITS) & 1).bool().flatten()[: self._vocab_size]

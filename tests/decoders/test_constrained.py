@@ -1,0 +1,82 @@
+"""Outputs under a regular expression and a JSON schema, through xgrammar."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from decoding import generate
+from infermix.errors import Unsupported, UserError
+from infermix.roles.request import Request, SamplingParams
+from infermix.toolkit.masking import MaskedDecoder
+
+xgrammar = pytest.importorskip("xgrammar")
+
+Build = Callable[..., Any]
+STOP = 5
+#: Printable ASCII, one token a character; the tiny model has 96 tokens.
+VOCABULARY = ["</s>" if index == STOP else chr(32 + index) for index in range(96)]
+PATTERN = r"(ab|cd){1,4}[0-9]{2}"
+SCHEMA = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 99}}, "required": ["n"],
+          "additionalProperties": False}  # fmt: skip
+
+
+def masks(kind: str) -> Any:
+    """Compiled as the plugin compiles it."""
+    from infermix_xgrammar.constrained import GrammarMasks, _compiled
+    from infermix_xgrammar.plugin import ConstrainedOptions, JsonConstraint, RegexConstraint
+
+    info = xgrammar.TokenizerInfo(VOCABULARY, xgrammar.VocabType.RAW, vocab_size=96, stop_token_ids=[STOP])
+    constraint = RegexConstraint(pattern=PATTERN) if kind == "regex" else JsonConstraint(schema=SCHEMA)
+    return GrammarMasks(_compiled(ConstrainedOptions(constraint=constraint), info), 96)
+
+
+def texts(engine: Any, kind: str, **sampling: Any) -> list[str]:
+    engine._decoder = MaskedDecoder(engine._decoder, masks(kind))
+    wanted = [
+        Request(
+            request_id=str(index), prompt_ids=(7 + index, 9),
+            sampling=SamplingParams(max_new_tokens=40, seed=index, **sampling),
+        )
+        for index in range(4)
+    ]  # fmt: skip
+    found = generate(engine, wanted)
+    assert all(tokens[-1] == STOP for tokens in found.values())
+    return ["".join(VOCABULARY[token] for token in tokens[:-1]) for tokens in found.values()]
+
+
+@pytest.mark.parametrize("decoder", ["autoregressive", "prompt_lookup", "jacobi"])
+def test_regular_expression(build_engine: Build, decoder: str) -> None:
+    found = texts(build_engine(parts={"decoder": decoder}), "regex", temperature=1.0)
+    assert all(re.fullmatch(PATTERN, text) for text in found), found
+    assert found == texts(build_engine(), "regex", temperature=1.0)
+
+
+def test_json_schema(build_engine: Build) -> None:
+    for text in texts(build_engine(parts={"decoder": "jacobi"}), "schema"):
+        assert set(json.loads(text)) == {"n"}
+
+
+def test_without_a_tokenizer(build_engine: Build) -> None:
+    with pytest.raises(Unsupported, match="needs a transformers tokenizer"):
+        build_engine(parts={"decoder": constrained({"use": "regex", "pattern": "a+"})})
+
+
+def test_a_broken_expression() -> None:
+    from infermix_xgrammar.constrained import _compiled
+    from infermix_xgrammar.plugin import ConstrainedOptions, RegexConstraint
+
+    info = xgrammar.TokenizerInfo(VOCABULARY, xgrammar.VocabType.RAW, vocab_size=96, stop_token_ids=[STOP])
+    with pytest.raises(UserError) as caught:
+        _compiled(ConstrainedOptions(constraint=RegexConstraint(pattern="(a")), info)
+    assert caught.value.key == "parts.decoder.constraint"
+
+
+def constrained(constraint: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    import msgspec
+    from infermix_xgrammar.plugin import JsonConstraint, RegexConstraint
+
+    return "constrained", {"constraint": msgspec.convert(constraint, JsonConstraint | RegexConstraint)}

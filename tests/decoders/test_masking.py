@@ -1,0 +1,65 @@
+"""Masks compose with every decoder: the same constrained tokens, whatever drafts them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from decoding import DRAFTING, generate, requests
+from infermix.roles.request import Sequence
+from infermix.toolkit.masking import MaskedDecoder
+
+Build = Callable[..., Any]
+
+
+class OddThenEven:
+    """Output i is of the parity of i, and ends with token 5 behind eight tokens."""
+
+    def __init__(self) -> None:
+        self.forgotten = 0
+
+    def allowed(self, sequence: Sequence, drafts: tuple[int, ...]) -> torch.Tensor | None:
+        position = len(sequence.tokens) + len(drafts) - sequence.num_prompt_tokens
+        if position == 8:
+            return torch.arange(96) == 5
+        return (torch.arange(96) % 2 == position % 2) & (torch.arange(96) != 5)
+
+    def forget(self, sequence: Sequence) -> None:
+        self.forgotten += 1
+
+
+def masked(engine: Any) -> OddThenEven:
+    masks = OddThenEven()
+    engine._decoder = MaskedDecoder(engine._decoder, masks)
+    return masks
+
+
+def follows(tokens: list[int]) -> bool:
+    body = tokens[:8]
+    return all(token % 2 == index % 2 for index, token in enumerate(body)) and tokens[8:] in ([], [5])
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "top_k": 20}], ids=["greedy", "sampled"])
+def test_same_constrained_tokens_for_every_decoder(build_engine: Build, sampling: dict[str, Any]) -> None:
+    wanted = requests(sampling)
+    free, plain = build_engine(), build_engine()
+    assert not all(follows(tokens) for tokens in generate(free, wanted).values())
+    masks = masked(plain)
+    expected = generate(plain, wanted)
+    assert all(follows(tokens) for tokens in expected.values())
+    assert masks.forgotten == len(wanted)
+    for decoder in DRAFTING:
+        engine = build_engine(parts={"decoder": decoder})
+        masked(engine)
+        assert generate(engine, wanted) == expected, decoder[0]
+        assert engine.report().counters["draft_tokens"] > 0
+
+
+def test_rejection_sampling_never_keeps_what_is_forbidden(build_engine: Build) -> None:
+    engine = build_engine(parts={"decoder": ("self_speculative", {"skip_layers": (1,)})})
+    masked(engine)
+    found = generate(engine, requests({"temperature": 1.0}))
+    assert all(follows(tokens) for tokens in found.values())
+    assert engine.report().counters["accepted_draft_tokens"] > 0
