@@ -174,7 +174,7 @@ def _fit(data: _Cells, terms: Sequence[Levels], wanted: Sequence[Levels]) -> tup
 
 
 def _indicator(levels: Mapping[str, Labels], term: Levels) -> Array:
-    return np.logical_and.reduce([levels[name] == level for name, level in term]).astype(np.float64)
+    return np.all(np.stack([levels[name] == level for name, level in term]), axis=0).astype(np.float64)
 
 
 def _effect(term: Levels, weights: Array, data: _Cells, quantile: float, count: int) -> Effect:
