@@ -97,9 +97,9 @@ class _Greedy(ContinuousScheduler):
 class _Starving(ContinuousScheduler):
     """Serves the newest first and drops nobody, but never the one that waits longest while others run."""
 
-    def _admit(self, plan: Any, space: Any, budget: int) -> None:
+    def _admit(self, plan: Any, space: Any, budget: int, now_s: float) -> None:
         if self.num_waiting > 1:
-            super()._admit(plan, space, budget)
+            super()._admit(plan, space, budget, now_s)
 
 
 class _Hoarding(ContinuousScheduler):
