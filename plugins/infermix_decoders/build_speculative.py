@@ -26,7 +26,7 @@ def build_speculative(options: SpeculativeOptions, context: DecoderContext) -> S
     source = None if options.draft == "target" else options.draft
     second = context.second(source, options.draft_quantizer, options.draft_quantizer_options)
     refuse_other_vocabulary(second, context)
-    return SpeculativeDecoder(
+    decoder = SpeculativeDecoder(
         second,
         DraftLength(options.num_draft_tokens, adaptive=options.adaptive, cost_ratio=_cost_ratio(second, context)),
         context.max_model_len,
@@ -34,6 +34,8 @@ def build_speculative(options: SpeculativeOptions, context: DecoderContext) -> S
         uniform_steps=context.device.startswith("cuda"),
         clock_ns=context.clock_ns,
     )
+    decoder.details = {"draft_weight_bytes": second.weight_bytes, "draft_kv_bytes": second.kv_bytes}
+    return decoder
 
 
 def refuse_other_vocabulary(second: Any, context: DecoderContext) -> None:

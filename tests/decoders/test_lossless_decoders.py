@@ -89,3 +89,13 @@ def test_a_layout_that_cannot_cut_is_refused_by_the_plan(catalogue: Any) -> None
 
     component = catalogue.find(Role.DECODER, "prompt_lookup").component
     assert "kv:truncate" in component.needs(component.options(), example_model(), example_machine("cpu"))
+
+
+def test_a_quantized_draft_counts_as_what_it_takes(build_engine: Build) -> None:
+    """Its cost against the target, and the record, go by the bytes that are there, not by the checkpoint's."""
+    plain = build_engine(parts={"decoder": ("speculative", {"draft": "target"})})
+    quantized = build_engine(parts={"decoder": ("speculative", {"draft": "target", "draft_quantizer": "rtn"})})
+    full, small = (each.report().executed["decoder"] for each in (plain, quantized))
+    assert full["draft_weight_bytes"] == plain.report().weight_bytes
+    assert small["draft_weight_bytes"] < full["draft_weight_bytes"]
+    assert small["draft_kv_bytes"] == full["draft_kv_bytes"] > 0

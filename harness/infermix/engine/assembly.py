@@ -26,6 +26,7 @@ from infermix.engine.second import second_models
 from infermix.engine.self_check import Reference, collect_reference, self_check
 from infermix.engine.transforms import Transforms
 from infermix.engine.warm import warm_up
+from infermix.engine.weights import weight_bytes
 from infermix.errors import OutOfMemory, Unsupported, UserError
 from infermix.paths import cache_dir
 from infermix.roles.attention import TuneContext
@@ -229,7 +230,7 @@ def _change_model(build: Assembly, loaded: LoadedModel, tokenizer: Any, layout: 
     build.transforms.apply("after_quantizer", model, build.phase)
     if build.transforms:
         build.report.executed["transforms"] = build.transforms.executed
-    build.report.weight_bytes += _weight_bytes(model)
+    build.report.weight_bytes += weight_bytes(model)
     with build.phase("joint"), torch.inference_mode():
         return make_joint(model, build.context.facts, layout)
 
@@ -348,15 +349,6 @@ def _table_facts(shape: KVShape) -> dict[str, Any]:
             "bytes": int(block_bytes * (shape.blocks_of(number) + 1)),
         })  # fmt: skip
     return {"tables": tables, "max_query_len": shape.max_query_len}
-
-
-def _weight_bytes(model: torch.nn.Module) -> int:
-    """Bytes of every distinct parameter and buffer; tied tensors count once."""
-    storages = {
-        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-        for tensor in (*model.parameters(), *model.buffers())
-    }
-    return sum(storages.values())
 
 
 def _count_values(names: Any) -> dict[str, int]:

@@ -17,6 +17,7 @@ from infermix.engine.joints import make_joint
 from infermix.engine.loader import load_model, load_tokenizer
 from infermix.engine.runner import ModelRunner
 from infermix.engine.self_check import collect_reference, self_check
+from infermix.engine.weights import weight_bytes
 from infermix.errors import Unsupported, UserError
 from infermix.roles.component import Role
 from infermix.roles.kv_space import KVBudget
@@ -40,7 +41,8 @@ class SecondModel:
         self, build: Assembly, model: Any, facts: ModelFacts, capture: bool, tokenizer: Tokenizer | None = None
     ) -> None:
         self.facts, self.tokenizer = facts, tokenizer
-        self.weight_bytes = facts.weight_bytes
+        # As it is now: a quantizer may have made it smaller than its checkpoint.
+        self.weight_bytes = weight_bytes(model)
         attention, layout = build.part(Role.ATTENTION), build.part(Role.KV)
         with torch.inference_mode():
             joint = make_joint(model, facts, layout)

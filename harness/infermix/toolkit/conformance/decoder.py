@@ -77,6 +77,7 @@ class _ToySecond:
 
     tokenizer = None
     weight_bytes = 1
+    kv_bytes = 0
 
     def __init__(self) -> None:
         self.facts = example_model()
