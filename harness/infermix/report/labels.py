@@ -39,11 +39,14 @@ def with_options(name: str, options: Mapping[str, Any]) -> str:
 
 
 def notes(record: Summary) -> list[str]:
-    """What a reader must know about a row: declared adapters, parts that change the outputs."""
+    """What a reader must know about a row: declared adapters, parts that change the outputs, eager steps on a GPU."""
     found = [f"{role} via {adapter}" for role, part in _parts(record) for adapter in _adapters(part)]
     lossy = [role for role, part in _parts(record) if not part.lossless]
     if lossy:
         found.append(f"lossy: {', '.join(lossy)}")
+    graphs = record.environment.get("graphs") or {}
+    if record.device != "cpu" and graphs.get("captured") == 0:
+        found.append(f"no step captured: {graphs.get('reason', 'no reason given')}")
     return found
 
 
