@@ -47,9 +47,8 @@ class FairQueue:
         self._waiting[tenant][sequence.seq_id] = sequence
         self._len += 1
 
-    def charge(self, sequence: Sequence, tokens: float) -> None:
+    def charge(self, tenant: str, tokens: float) -> None:
         """A tenant was served `tokens` more."""
-        tenant = tenant_of(sequence)
         self._served[tenant] = self._served.get(tenant, 0.0) + tokens / self._weights.get(tenant, 1.0)
 
     def head(self, now_s: float) -> Sequence | None:
@@ -108,12 +107,17 @@ class FairShareScheduler(IterationScheduler):
 
     def _take(self, seq: Sequence) -> None:
         if seq.seq_id not in self._ranks:
-            self._queue.charge(seq, seq.num_prompt_tokens)
+            self._queue.charge(tenant_of(seq), seq.num_prompt_tokens)
         super()._take(seq)
 
     def schedule(self, space: KVSpace, now_s: float) -> Plan:
         plan = super().schedule(space, now_s)
+        given: dict[str, int] = {}
         for entry in plan.entries:
-            if entry.num_new_tokens == entry.sequence.num_uncomputed:  # it will be given a token
-                self._queue.charge(entry.sequence, self._output_weight)
+            seq = entry.sequence
+            if entry.num_new_tokens == len(seq.tokens) + seq.num_inflight - seq.num_computed:  # it gains a token
+                tenant = seq.request.tenant or seq.request.category
+                given[tenant] = given.get(tenant, 0) + 1
+        for tenant, count in given.items():
+            self._queue.charge(tenant, self._output_weight * count)
         return plan

@@ -13,10 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from infermix.plugins import load_catalogue
 from infermix.roles.component import Role
+from infermix.roles.kv_space import KVBudget, KVGroup
 from infermix.roles.request import FinishReason, Sequence
 from infermix.roles.scheduler import Plan
 from infermix.toolkit.conformance import run_to_end
 from infermix.toolkit.conformance.scheduler import CountingSpace, make_sequence
+from infermix_reference.kv_paged import PagedLayout
 
 SCHEDULERS = {each.component.name: each.component for each in load_catalogue().all(Role.SCHEDULER)}
 REQUEST = st.tuples(st.integers(1, 40), st.integers(1, 20), st.integers(-2, 3), st.sampled_from(["", "a", "b"]))
@@ -276,28 +278,39 @@ def test_whoever_is_refused_for_its_length_leaves_the_queue() -> None:
         assert scheduler.num_waiting == 0
 
 
+def calls_of_a_step(name: str, num_running: int, num_waiting: int) -> int:
+    """Calls of one decode step, which a busy machine does not change."""
+    scheduler = build(
+        name, most=num_running, batch_size=num_running, max_num_batched_tokens=4096, default_budget=4096
+    )
+    layout = PagedLayout(16)
+    space = layout.space(layout.shape((KVGroup((0,), 1, 1, 1),), KVBudget(num_running, 256, 2)))
+    for index in range(num_running + num_waiting):
+        scheduler.add(sequence(index, 4, 100, tenant=str(index % 4)))
+    for entry in scheduler.schedule(space, 0.0).entries:
+        entry.sequence.num_computed += entry.num_new_tokens
+        entry.sequence.tokens.append(1)
+    count = 0
+
+    def tally(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(tally)
+    try:
+        scheduler.schedule(space, 0.0)
+    finally:
+        sys.setprofile(None)
+    return count
+
+
 @pytest.mark.parametrize("name", sorted(SCHEDULERS))
 def test_cost_of_a_step_does_not_grow_with_what_waits(name: str) -> None:
-    """Counted in calls, which a busy machine does not change."""
+    assert calls_of_a_step(name, 8, 3000) <= calls_of_a_step(name, 8, 5) + 20
 
-    def calls(num_waiting: int) -> int:
-        scheduler, space = build(name, most=8, batch_size=8, max_num_batched_tokens=4096), CountingSpace(10**6)
-        for index in range(8 + num_waiting):
-            scheduler.add(sequence(index, 4, 100, tenant=str(index)))
-        for entry in scheduler.schedule(space, 0.0).entries:
-            entry.sequence.num_computed += entry.num_new_tokens
-            entry.sequence.tokens.append(1)
-        count = 0
 
-        def tally(frame: Any, event: str, argument: Any) -> None:
-            nonlocal count
-            count += event in ("call", "c_call")
-
-        sys.setprofile(tally)
-        try:
-            scheduler.schedule(space, 0.0)
-        finally:
-            sys.setprofile(None)
-        return count
-
-    assert calls(3000) <= calls(5) + 20
+@pytest.mark.parametrize("name", sorted(SCHEDULERS))
+def test_cost_of_a_running_sequence_is_a_few_calls(name: str) -> None:
+    """512 running sequences in a millisecond leave 2 us for each: ten calls of Python."""
+    few, many = (calls_of_a_step(name, num_running, 100) for num_running in (4, 68))
+    assert many - few <= 64 * 10

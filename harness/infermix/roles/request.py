@@ -68,9 +68,9 @@ class Sequence:
     """A request inside an engine.
 
     `tokens` are prompt and committed output; `num_inflight` counts tokens that are sampled on the device but not
-    yet read; `num_computed` counts tokens whose K and V are in the store once every launched step has run;
-    `num_cached` of them a prefix cache has just served (the engine counts them at the next launch). `lane` is the row
-    of the engine's persistent device buffers.
+    yet read; both together never exceed `max_tokens`. `num_computed` counts tokens whose K and V are in the store
+    once every launched step has run; `num_cached` of them a prefix cache has just served (the engine counts them at
+    the next launch). `lane` is the row of the engine's persistent device buffers.
     """
 
     seq_id: int
@@ -85,6 +85,10 @@ class Sequence:
     finish_reason: FinishReason | None = None
     stop_text: str = ""
     extra: dict[str, object] = field(default_factory=dict)
+    max_tokens: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.max_tokens = self.num_prompt_tokens + self.request.sampling.max_new_tokens
 
     @property
     def num_tokens(self) -> int:
@@ -103,4 +107,4 @@ class Sequence:
     @property
     def exhausted(self) -> bool:
         """Nothing is left to launch: its last token is sampled, or it ended."""
-        return self.finish_reason is not None or self.num_output_tokens >= self.request.sampling.max_new_tokens
+        return self.finish_reason is not None or len(self.tokens) + self.num_inflight >= self.max_tokens

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
 from typing import cast
 
 from infermix.errors import OutOfMemory
@@ -53,11 +55,14 @@ class IterationScheduler:
         self._swapped = SwappedQueue()
         self._running: dict[int, Sequence] = {}
         self._ranks: dict[int, Rank] = {}
+        #: The entry of a running sequence in every step that gives it one token.
+        self._singles: dict[int, Scheduled] = {}
 
     def add(self, sequence: Sequence) -> None:
         self._arrived[sequence.seq_id] = sequence
 
     def finish(self, sequence: Sequence) -> None:
+        self._singles.pop(sequence.seq_id, None)
         if self._ranks.pop(sequence.seq_id, None) is None:
             if self._arrived.pop(sequence.seq_id, None) is None:
                 self._waiting.discard(sequence)
@@ -112,13 +117,29 @@ class IterationScheduler:
         decodes: list[Sequence] = []
         prompts: list[Sequence] = []
         for seq in self._running.values():
-            new = seq.num_uncomputed
-            if new and not seq.exhausted:
+            known = len(seq.tokens) + seq.num_inflight
+            new = known - seq.num_computed
+            if new and known < seq.max_tokens and seq.finish_reason is None:
                 (decodes if new == 1 else prompts).append(seq)
         return decodes, prompts
 
     def _decode(self, decodes: list[Sequence], plan: Plan, space: KVSpace, budget: int) -> tuple[int, bool]:
         """The inner loop of a busy engine: one call of the space per sequence, and little else."""
+        rest: Iterable[Sequence] = iter(decodes)
+        if not space.recompute and budget >= len(decodes):
+            append, reserve, singles = plan.entries.append, space.reserve, self._singles
+            for seq in rest:
+                if not reserve(seq.seq_id, seq.num_computed + 1):
+                    rest = itertools.chain((seq,), rest)
+                    break
+                append(singles[seq.seq_id])
+            budget -= len(plan.entries)
+        return self._decode_in_need(rest, plan, space, budget)
+
+    def _decode_in_need(
+        self, decodes: Iterable[Sequence], plan: Plan, space: KVSpace, budget: int
+    ) -> tuple[int, bool]:
+        """The same where tokens or KV may run out."""
         all_served, running, reserve = True, self._running, space.reserve
         for seq in decodes:
             if seq.seq_id not in running:
@@ -127,7 +148,7 @@ class IterationScheduler:
             needed = seq.num_computed + 1
             affordable = cost <= budget or (not plan.entries and (space.recompute or not self._chunked))
             if affordable and (reserve(seq.seq_id, needed) or self._make_room(seq, needed, plan, space)):
-                plan.entries.append(Scheduled(seq, 1))
+                plan.entries.append(self._singles[seq.seq_id])
                 budget -= cost
             else:
                 all_served = False
@@ -163,7 +184,7 @@ class IterationScheduler:
         return True
 
     def _preempt(self, victim: Sequence, plan: Plan, space: KVSpace) -> None:
-        del self._running[victim.seq_id]
+        del self._running[victim.seq_id], self._singles[victim.seq_id]
         plan.entries = [entry for entry in plan.entries if entry.sequence is not victim]
         if self._swap and self._swapped.swap_out(victim, plan, cast(SwapSpace, space)):
             return
@@ -219,6 +240,7 @@ class IterationScheduler:
         """Running sequences are kept in the order of their ranks."""
         last = next(reversed(self._running), None)
         self._running[seq.seq_id] = seq
+        self._singles[seq.seq_id] = Scheduled(seq, 1)
         if last is not None and self._ranks[last] > rank:
             ordered = sorted(self._running.values(), key=lambda each: self._ranks[each.seq_id])
             self._running = {each.seq_id: each for each in ordered}

@@ -24,6 +24,8 @@ class RequestBatchScheduler:
         self._seen_s: OrderedDict[int, float] = OrderedDict()
         self._arrived: list[int] = []
         self._running: dict[int, Sequence] = {}
+        #: The entry of a running sequence in every step that gives it one token.
+        self._singles: dict[int, Scheduled] = {}
 
     def add(self, sequence: Sequence) -> None:
         self._waiting[sequence.seq_id] = sequence
@@ -31,6 +33,7 @@ class RequestBatchScheduler:
 
     def finish(self, sequence: Sequence) -> None:
         self._running.pop(sequence.seq_id, None)
+        self._singles.pop(sequence.seq_id, None)
         self._waiting.pop(sequence.seq_id, None)
         self._seen_s.pop(sequence.seq_id, None)
 
@@ -42,12 +45,21 @@ class RequestBatchScheduler:
             if wake_s > now_s:
                 return Plan(wake_s=wake_s)
             self._start_batch(space)
-        ready = [seq for seq in self._running.values() if not seq.exhausted and seq.num_uncomputed]
-        for seq in ready:
+        return Plan(self._entries(space))
+
+    def _entries(self, space: KVSpace) -> list[Scheduled]:
+        """The inner loop of a busy engine."""
+        entries, singles, reserve = [], self._singles, space.reserve
+        for seq_id, seq in self._running.items():
+            known = len(seq.tokens) + seq.num_inflight
+            new = known - seq.num_computed
+            if not new or known >= seq.max_tokens or seq.finish_reason is not None:
+                continue
             # What a decoder cut away with its rejected drafts is still there: nobody joins a running batch.
-            held = space.reserve(seq.seq_id, longest_context(seq))
+            held = reserve(seq_id, seq.max_tokens - 1)
             assert held, f"the KV of {seq.request.request_id!r} was given to another sequence"
-        return Plan([Scheduled(seq, seq.num_uncomputed) for seq in ready])
+            entries.append(singles[seq_id] if new == 1 else Scheduled(seq, new))
+        return entries
 
     def _stamp(self, now_s: float) -> None:
         for seq_id in self._arrived:
@@ -71,6 +83,7 @@ class RequestBatchScheduler:
                 break
             del self._waiting[seq.seq_id], self._seen_s[seq.seq_id]
             self._running[seq.seq_id] = seq
+            self._singles[seq.seq_id] = Scheduled(seq, 1)
 
     @property
     def num_waiting(self) -> int:
