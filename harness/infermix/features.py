@@ -29,6 +29,12 @@ _MEANINGLESS: tuple[tuple[tuple[str, ...], str], ...] = (
         "how many drafts are accepted on random tokens beyond the end of a text says nothing about speculation: use "
         "real prompts",
     ),
+    (("decoder:search", "workload:sampled"), "a search is deterministic and draws nothing: set temperature to 0"),
+    (("decoder:search", "workload:stop_texts"), "a search knows stop tokens only: use stop_token_ids"),
+    (
+        ("decoder:search", "scheduler:swap"),
+        "rows of a search are not swapped to the host: use preemption: recompute",
+    ),
 )
 
 

@@ -12,6 +12,7 @@ from infermix.cost.kv_capacity import kv_limit, kv_room, sequences_that_fit
 from infermix.cost.memory import USABLE_SHARE, MemoryPrediction, fits, predict_memory
 from infermix.errors import UserError
 from infermix.roles.component import Choice, Role
+from infermix.roles.decoder import DecoderOptions
 from infermix.roles.engine import EngineContext
 from infermix.roles.evaluator import EvaluatorOptions
 from infermix.roles.facts import MachineFacts, ModelFacts
@@ -204,11 +205,19 @@ def _length_problems(asked: Mapping[str, int], limits: Limits, facts: ModelFacts
 
 
 def _max_num_seqs(choices: Mapping[Role, Choice]) -> int:
-    """The smallest of what scheduler and engine admit and what the workload keeps in flight."""
-    options = choices[Role.WORKLOAD].options
+    """The smallest of what scheduler and engine admit and what the workload keeps in flight, in rows of a batch."""
+    options, rows = choices[Role.WORKLOAD].options, rows_per_sequence(choices)
     in_flight = options.max_in_flight() if isinstance(options, WorkloadOptions) else None
+    if in_flight and rows == 1:
+        in_flight *= getattr(options, "num_outputs", 1)
     bounds = [_option(choices, "max_num_seqs"), _option(choices, "batch_size"), in_flight]
-    return min((bound for bound in bounds if bound), default=_ASSUMED_SEQS)
+    return rows * min((bound for bound in bounds if bound), default=_ASSUMED_SEQS)
+
+
+def rows_per_sequence(choices: Mapping[Role, Choice]) -> int:
+    """Rows of a batch, with KV of their own, that the decoder computes for one sequence."""
+    decoder = choices.get(Role.DECODER)
+    return decoder.options.rows_per_sequence() if decoder and isinstance(decoder.options, DecoderOptions) else 1
 
 
 def _num_draft_tokens(choices: Mapping[Role, Choice]) -> int:

@@ -187,6 +187,10 @@ def _build_autoregressive(options: Options, context: None) -> Any:
     return AutoregressiveDecoder()
 
 
+def _swap_provides(options: ContinuousOptions, model: ModelFacts, machine: MachineFacts) -> Features:
+    return frozenset({"scheduler:swap"} if options.preemption == "swap" else ())
+
+
 def _build_static(options: StaticOptions, context: int) -> Any:
     from infermix_reference.scheduler_static import StaticScheduler
 
@@ -327,6 +331,7 @@ def infermix_scheduler() -> list[Component]:
             build=_build_continuous,
             options=ContinuousOptions,
             needs=_swap_needs,
+            provides=_swap_provides,
         ),
     ]
 

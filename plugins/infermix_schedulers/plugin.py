@@ -123,6 +123,10 @@ def _needs(options: IterationOptions, model: ModelFacts, machine: MachineFacts) 
     return frozenset({"kv:swap", "limits:kv_swap_bytes"} if options.preemption == "swap" else ())
 
 
+def _provides(options: IterationOptions, model: ModelFacts, machine: MachineFacts) -> Features:
+    return frozenset({"scheduler:swap"} if options.preemption == "swap" else ())
+
+
 def _shared(options: IterationOptions, most: int) -> dict[str, Any]:
     return {
         "max_num_seqs": min(options.max_num_seqs, most),
@@ -188,7 +192,15 @@ def _slo_aware(options: SloAwareOptions, most: int) -> Any:
 
 
 def _iteration(name: str, summary: str, build: Any, options: type[IterationOptions]) -> Component:
-    return Component(name=name, role=Role.SCHEDULER, summary=summary, build=build, options=options, needs=_needs)
+    return Component(
+        name=name,
+        role=Role.SCHEDULER,
+        summary=summary,
+        build=build,
+        options=options,
+        needs=_needs,
+        provides=_provides,
+    )
 
 
 @hookimpl

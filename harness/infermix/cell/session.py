@@ -19,6 +19,7 @@ from infermix.errors import UserError
 from infermix.extra_plugins import load_extra_plugins
 from infermix.measure.clock import now_ns
 from infermix.measure.drive import drive
+from infermix.measure.goodput import output_tokens
 from infermix.measure.memory import MemoryMeter
 from infermix.measure.repeat import measure_repeat
 from infermix.measure.stats import is_steady
@@ -161,10 +162,11 @@ class CellSession:
             raise UserError("the workload has no requests", key="workload")
         check_requests(requests, longest_allowed(self._plan))
         per_repeat = max(1, len(requests) // self._num_repeats)
+        outputs = max(request.sampling.num_outputs for request in requests)
         self._limits = {
             "max_model_len": max_model_len(self._plan, requests, self._plan.evaluators),
             "max_num_seqs": max_num_seqs(
-                {**self._plan.parts, Role.ENGINE: self._plan.engine}, self._workload.concurrency, per_repeat
+                {**self._plan.parts, Role.ENGINE: self._plan.engine}, self._workload.concurrency, per_repeat, outputs
             ),
         }
 
@@ -328,5 +330,5 @@ def _quality_record(quality: Quality) -> QualityRecord:
 
 
 def _output_rate(repeat: Repeat) -> float:
-    tokens = sum(count for sample in repeat.requests for _, count in sample.emissions)
+    tokens = sum(map(output_tokens, repeat.requests))
     return tokens / repeat.wall_s if repeat.wall_s > 0 else 0.0

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from infermix.errors import UserError
+from infermix.fitting import rows_per_sequence
 from infermix.roles.component import Role
 from infermix.roles.evaluator import EvaluatorOptions
 
@@ -72,9 +73,16 @@ def _evaluator_tokens(choice: Choice, allowed: int) -> int:
     return min(UNTOLD_TOKENS, allowed) if declared is None else declared
 
 
-def max_num_seqs(choices: Mapping[Role, Choice], concurrency: int | None, num_requests: int) -> int:
-    """The smallest of what scheduler and engine admit, what the workload keeps in flight, and what there is."""
+def max_num_seqs(
+    choices: Mapping[Role, Choice], concurrency: int | None, num_requests: int, num_outputs: int = 1
+) -> int:
+    """The smallest of what scheduler and engine admit, what the workload keeps in flight, and what there is.
+
+    Every output of a request is a sequence; a decoder that searches computes rows of its own for each request.
+    """
+    rows = rows_per_sequence(choices)
+    each = num_outputs if rows == 1 else 1
     owners = [choices[role].options for role in (Role.SCHEDULER, Role.ENGINE) if role in choices]
     asked = [getattr(owner, name, None) for owner in owners for name in ("max_num_seqs", "batch_size")]
-    bounds = [bound for bound in (*asked, concurrency) if bound] or [DEFAULT_MAX_NUM_SEQS]
-    return max(1, min(*bounds, num_requests) if num_requests else min(bounds))
+    bounds = [bound for bound in (*asked, (concurrency or 0) * each) if bound] or [DEFAULT_MAX_NUM_SEQS]
+    return rows * max(1, min(*bounds, num_requests * each) if num_requests else min(bounds))

@@ -69,7 +69,7 @@ COMPONENTS = (
         build=_build,
         options=NativeOptions,
         provides=lambda options, model, machine: frozenset(
-            {"engine:score", "engine:score_decode", "engine:logits", "engine:parts"}
+            {"engine:score", "engine:score_decode", "engine:logits", "engine:parts", "engine:outputs"}
         ),
         hosts=frozenset((*PART_ROLES, Role.TRANSFORM)),
     ),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from infermix.errors import Unsupported
@@ -9,7 +11,7 @@ from infermix.errors import Unsupported
 if TYPE_CHECKING:
     from infermix.roles.kv_space import KVShape, KVSpace
     from infermix.roles.kv_store import KVStore
-    from infermix.roles.request import Sequence
+    from infermix.roles.request import Request, Sequence
 
 
 def share_kv(parent: Sequence, child: Sequence, space: KVSpace, store: KVStore, shape: KVShape) -> None:
@@ -41,3 +43,15 @@ def _num_shared(parent: Sequence, child: Sequence) -> int:
     """Tokens in common that are known on the host and computed once every launched step has run."""
     longest = min(len(parent.tokens), parent.num_computed, len(child.tokens) - 1)
     return next((i for i in range(longest) if parent.tokens[i] != child.tokens[i]), longest)
+
+
+def output_seed(seed: int, output: int) -> int:
+    """The seed of one output of a request; the first has the request's own. Seeds of 32 bits never meet."""
+    return seed + (output << 32)
+
+
+def requests_of_outputs(request: Request) -> Iterator[Request]:
+    """One request for each output behind the first: the same prompt, noise of its own."""
+    sampling = request.sampling
+    for output in range(1, sampling.num_outputs):
+        yield replace(request, sampling=replace(sampling, seed=output_seed(sampling.seed, output)))

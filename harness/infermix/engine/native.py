@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from infermix.engine.forks import share_kv
+from infermix.engine.forks import requests_of_outputs, share_kv
 from infermix.engine.kv_counters import KVCounters
 from infermix.engine.scoring import Scorer
 from infermix.engine.step_times import StepTimes
@@ -63,6 +63,8 @@ class NativeEngine:
         self._kv = KVCounters(space)
         self._register = getattr(space, "register", None)
         self._forked: list[Sequence] = []
+        self._siblings: dict[int, list[Sequence]] = {}
+        self._searches = bool(getattr(decoder, "returns_outputs", False))
         self._pending: deque[Any] = deque()
         self._step_times = StepTimes(scheduler, context.clock_ns)
         self._live: dict[int, Sequence] = {}
@@ -72,7 +74,11 @@ class NativeEngine:
 
     def submit(self, request: Request) -> None:
         self._refuse_misfit(request)
-        self._add(self._new_sequence(request))
+        first = self._new_sequence(request)
+        if request.sampling.num_outputs > 1 and not self._searches:
+            others = enumerate(requests_of_outputs(request), 1)
+            self._siblings[first.seq_id] = [self._new_sequence(other, output) for output, other in others]
+        self._add(first)
 
     @torch.inference_mode()
     def fork(self, request_id: str, request: Request) -> None:
@@ -140,6 +146,7 @@ class NativeEngine:
         for sequence in list(self._live.values()):
             self._retire(sequence, FinishReason.ABORT)
         self._forked.clear()
+        self._siblings.clear()
         while self._pending:
             self._decoder.collect(self._pending.popleft())
         self._step_times.reset()
@@ -152,7 +159,8 @@ class NativeEngine:
             self._space.reset_prefixes()
         self._kv.reset()
         self._runner.reset_counters()
-        self._counters = dict.fromkeys(("steps", "preemptions", "computed_tokens", "discarded_tokens"), 0.0)
+        names = ("steps", "preemptions", "computed_tokens", "discarded_tokens", "forked_tokens")
+        self._counters = dict.fromkeys(names, 0.0)
 
     def _decoder_counters(self) -> dict[str, float]:
         counters = getattr(self._decoder, "counters", None)
@@ -184,6 +192,12 @@ class NativeEngine:
                 f"{self._shape.capacity_tokens} in all",
                 hint="give the KV more memory",
             )
+        sampling = request.sampling
+        if sampling.num_outputs > 1 and sampling.temperature == 0 and not self._searches:
+            raise UserError(
+                f"request {request.request_id!r} wants {sampling.num_outputs} greedy outputs, which would be equal",
+                hint="a temperature above 0, or a decoder that searches (beam)",
+            )
         out_of_range = [token for token in request.prompt_ids if not 0 <= token < self._context.facts.vocab_size]
         if out_of_range:
             raise UserError(
@@ -191,8 +205,9 @@ class NativeEngine:
                 f"the vocabulary has {self._context.facts.vocab_size}"
             )
 
-    def _new_sequence(self, request: Request) -> Sequence:
-        sequence = Sequence(self._next_id, request, list(request.prompt_ids), len(request.prompt_ids))
+    def _new_sequence(self, request: Request, output: int = 0) -> Sequence:
+        prompt = list(request.prompt_ids)
+        sequence = Sequence(self._next_id, request, prompt, len(prompt), output=output)
         self._next_id += 1
         return sequence
 
@@ -207,7 +222,17 @@ class NativeEngine:
             for child in self._forked:
                 if child.seq_id not in running:
                     give_back(child, self._space)
+                self._counters["forked_tokens"] += child.num_computed
             self._forked.clear()
+
+    def _split(self, sequence: Sequence) -> None:
+        """Once a prompt is computed, the request's further outputs begin with its KV."""
+        if sequence.seq_id in self._siblings and sequence.num_computed >= sequence.num_prompt_tokens:
+            for child in self._siblings.pop(sequence.seq_id):
+                share_kv(sequence, child, self._space, self._store, self._shape)
+                if child.num_computed:
+                    self._forked.append(child)
+                self._add(child)
 
     def _launch(self, plan: Plan) -> None:
         for entry in plan.entries:
@@ -223,6 +248,8 @@ class NativeEngine:
             sequence.num_inflight += finished_prompt
             if self._register is not None:
                 self._publish(sequence)
+            if self._siblings:
+                self._split(sequence)
 
     def _publish(self, sequence: Sequence, last: bool = False) -> None:
         """Offer what was computed to later requests; device order makes their launches read it as it is now."""
@@ -280,7 +307,8 @@ class NativeEngine:
             # The launch counted the sequence's own tokens; of the drafts behind them only the accepted ones stay.
             sequence.num_computed += len(kept) - 1
             self._space.truncate(sequence.seq_id, sequence.num_computed)
-        return TokenEvent(sequence.request.request_id, tuple(kept), now, sequence.finish_reason)
+        reason, request_id = sequence.finish_reason, sequence.request.request_id
+        return TokenEvent(request_id, tuple(kept), now, reason, sequence.output)
 
     def _finish_reason(self, sequence: Sequence, token: int) -> FinishReason | None:
         sampling = sequence.request.sampling

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from infermix.errors import InfermixError, UserError
 from infermix.measure.clock import Clock, SystemClock
-from infermix.record.record import Repeat, RequestSample
+from infermix.record.record import OutputSample, Repeat, RequestSample
 from infermix.roles.engine import Engine
 from infermix.roles.request import FinishReason, Request, TokenEvent
 
@@ -86,6 +86,13 @@ class _EngineTime:
         return self.totals[-1] - self.totals[first - 1] - before
 
 
+def _outcome(sample: RequestSample) -> FinishReason:
+    """A request fails with any of its outputs; otherwise it ends as its first one did."""
+    reasons = [FinishReason(output.finish_reason) for output in sample.outputs]
+    failures = [reason for reason in reasons if reason in (FinishReason.ERROR, FinishReason.ABORT)]
+    return failures[0] if failures else reasons[0]
+
+
 class _Run:
     def __init__(
         self,
@@ -111,6 +118,7 @@ class _Run:
         self.kept = {request.request_id for request in in_order[:keep_outputs]}
         self.samples: dict[str, RequestSample] = {}
         self.running: dict[str, Request] = {}
+        self.open_outputs: dict[str, int] = {}
         self.turns: deque[int] = deque()
         self.engine_time = _EngineTime()
         self.steps = self.silent_steps = 0
@@ -173,9 +181,11 @@ class _Run:
             finish_reason="",
             category=request.category,
             late_s=max(0, late_ns) / 1e9,
+            more_outputs=[OutputSample() for _ in range(request.sampling.num_outputs - 1)],
         )
         self.samples[request.request_id] = sample
         self.running[request.request_id] = request
+        self.open_outputs[request.request_id] = request.sampling.num_outputs
         try:
             self.engine.submit(request)
         except UserError as error:
@@ -203,12 +213,16 @@ class _Run:
             state = "already ended" if event.request_id in self.samples else "never submitted"
             raise InfermixError(f"the engine reported request {event.request_id!r}, which was {state}")
         sample = self.samples[event.request_id]
+        output = sample.outputs[event.output]
         if event.token_ids:
-            sample.emissions.append(((event.time_ns - self.start_ns) / 1e9, len(event.token_ids)))
+            output.emissions.append(((event.time_ns - self.start_ns) / 1e9, len(event.token_ids)))
             if event.request_id in self.kept:
-                sample.output_ids.extend(event.token_ids)
+                output.output_ids.extend(event.token_ids)
         if event.finish_reason is not None:
-            self._end(sample, event.finish_reason, event.time_ns)
+            output.finish_reason = event.finish_reason.value
+            self.open_outputs[event.request_id] -= 1
+            if not self.open_outputs[event.request_id]:
+                self._end(sample, _outcome(sample), event.time_ns)
 
     def _end(self, sample: RequestSample, reason: FinishReason, time_ns: int) -> None:
         sample.finish_reason = reason.value

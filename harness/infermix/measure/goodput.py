@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
 from infermix.errors import UserError, nearest
@@ -16,34 +16,52 @@ def failed(sample: RequestSample) -> bool:
 
 
 def ttft_s(sample: RequestSample) -> float | None:
-    """Intended arrival to first output token; `None` without output."""
-    return sample.emissions[0][0] - sample.arrival_s if sample.emissions else None
+    """Intended arrival to first output token of any output; `None` without output."""
+    first_s = _first_s(sample)
+    return None if first_s is None else first_s - sample.arrival_s
 
 
 def ttft_from_send_s(sample: RequestSample) -> float | None:
-    return sample.emissions[0][0] - sample.sent_s if sample.emissions else None
+    first_s = _first_s(sample)
+    return None if first_s is None else first_s - sample.sent_s
 
 
 def e2e_s(sample: RequestSample) -> float | None:
-    """Intended arrival to last output token."""
-    return sample.emissions[-1][0] - sample.arrival_s if sample.emissions else None
+    """Intended arrival to the last output token of all outputs."""
+    last = [output.emissions[-1][0] for output in sample.outputs if output.emissions]
+    return max(last) - sample.arrival_s if last else None
 
 
 def tpot_s(sample: RequestSample) -> float | None:
-    """(E2E - TTFT) / (output tokens - 1); undefined for one token."""
-    tokens = output_tokens(sample)
+    """(E2E - TTFT) / (output tokens - 1); undefined for one token. Of several outputs the mean."""
+    each = [_tpot_s(output.emissions) for output in sample.outputs]
+    defined = [value for value in each if value is not None]
+    return sum(defined) / len(defined) if defined else None
+
+
+def _tpot_s(emissions: Sequence[tuple[float, int]]) -> float | None:
+    tokens = sum(count for _, count in emissions)
     if tokens < 2:
         return None
-    return (sample.emissions[-1][0] - sample.emissions[0][0]) / (tokens - 1)
+    return (emissions[-1][0] - emissions[0][0]) / (tokens - 1)
 
 
 def gaps_s(sample: RequestSample) -> list[float]:
-    """Times between consecutive emissions."""
-    return [later - earlier for (earlier, _), (later, _) in pairwise(sample.emissions)]
+    """Times between consecutive emissions of the same output."""
+    return [later - earlier for output in sample.outputs for (earlier, _), (later, _) in pairwise(output.emissions)]
 
 
 def output_tokens(sample: RequestSample) -> int:
-    return sum(tokens for _, tokens in sample.emissions)
+    """Tokens of all its outputs."""
+    return sum(tokens for output in sample.outputs for _, tokens in output.emissions)
+
+
+def num_emissions(sample: RequestSample) -> int:
+    return sum(len(output.emissions) for output in sample.outputs)
+
+
+def _first_s(sample: RequestSample) -> float | None:
+    return min((output.emissions[0][0] for output in sample.outputs if output.emissions), default=None)
 
 
 def _largest_gap_s(sample: RequestSample) -> float | None:

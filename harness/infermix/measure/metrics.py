@@ -77,7 +77,7 @@ def rates(repeat: Repeat, limits: Mapping[str, float]) -> dict[str, float]:
     figures: dict[str, float] = {}
     if repeat.requests:
         figures["failed_share"] = 1 - len(done) / len(repeat.requests)
-    if emissions := sum(len(sample.emissions) for sample in done):
+    if emissions := sum(map(per_request.num_emissions, done)):
         figures["tokens_per_emission"] = sum(map(output_tokens, done)) / emissions
     if wall_s <= 0:
         return figures

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from infermix.measure.clock import Clock
 from infermix.measure.drive import drive
-from infermix.measure.goodput import failed, output_tokens
+from infermix.measure.goodput import failed
 from infermix.measure.surroundings import Watch
 from infermix.record.record import Repeat, RequestSample
 from infermix.roles.engine import Engine
@@ -60,7 +60,9 @@ def compare_lengths(
     for sample in samples:
         request = asked[sample.request_id]
         inputs += sample.input_tokens != len(request.prompt_ids) or not low <= sample.input_tokens <= high
-        outputs += not failed(sample) and not _output_as_asked(output_tokens(sample), request)
+        if not failed(sample):
+            lengths = [sum(tokens for _, tokens in output.emissions) for output in sample.outputs]
+            outputs += sum(not _output_as_asked(length, request) for length in lengths)
     return {"inputs_off": inputs, "outputs_off": outputs}
 
 

@@ -47,9 +47,17 @@ class PartRecord(msgspec.Struct, kw_only=True):
     executed: dict[str, Any] = {}
 
 
+class OutputSample(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One more output of a request that asked for several; fields as in `RequestSample`."""
+
+    emissions: list[tuple[float, int]] = []
+    finish_reason: str = ""
+    output_ids: list[int] = []
+
+
 class RequestSample(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One request of one repeat; times in seconds from the start of the repeat, `emissions` as (time_s,
-    tokens).
+    tokens). `emissions`, `finish_reason` and `output_ids` are those of its first output, `more_outputs` the others.
 
     `late_s` is how late the load generator sent it, time inside the engine apart. `error` says why it
     failed; `output_ids` are kept for the first few requests only.
@@ -65,6 +73,12 @@ class RequestSample(msgspec.Struct, kw_only=True, omit_defaults=True):
     late_s: float = 0.0
     error: str = ""
     output_ids: list[int] = []
+    more_outputs: list[OutputSample] = []
+
+    @property
+    def outputs(self) -> list[RequestSample | OutputSample]:
+        """All outputs, the first one first."""
+        return [self, *self.more_outputs]
 
 
 class Repeat(msgspec.Struct, kw_only=True):

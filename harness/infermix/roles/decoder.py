@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from infermix.roles.component import Options
+
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
@@ -15,6 +17,14 @@ if TYPE_CHECKING:
     from infermix.roles.facts import ModelFacts
     from infermix.roles.request import Sequence
     from infermix.roles.scheduler import Plan
+
+
+class DecoderOptions(Options, frozen=True, kw_only=True):
+    """Base of the options of decoders that need more of the engine than one row of a batch per sequence."""
+
+    def rows_per_sequence(self) -> int:
+        """Rows of a batch, each with KV of its own, that one running sequence may take."""
+        return 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,14 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How tokens are chosen. `temperature` 0 is greedy. `seed` fixes the draw of this request alone."""
+    """How tokens are chosen. `temperature` 0 is greedy. `seed` fixes the draw of this request alone.
+
+    `num_outputs` outputs come back for one prompt, each drawn with noise of its own; a decoder that searches returns
+    its best ones.
+    """
 
     max_new_tokens: int = 128
+    num_outputs: int = 1
     min_new_tokens: int = 0
     temperature: float = 0.0
     top_k: int = 0
@@ -55,12 +60,16 @@ class FinishReason(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
-    """Tokens that reached the host together. `time_ns` is the clock where they were received."""
+    """Tokens that reached the host together. `time_ns` is the clock where they were received.
+
+    `output` counts the outputs of the request from 0; each has a finish reason of its own.
+    """
 
     request_id: str
     token_ids: tuple[int, ...]
     time_ns: int
     finish_reason: FinishReason | None = None
+    output: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -70,7 +79,8 @@ class Sequence:
     `tokens` are prompt and committed output; `num_inflight` counts tokens that are sampled on the device but not
     yet read; both together never exceed `max_tokens`. `num_computed` counts tokens whose K and V are in the store
     once every launched step has run; `num_cached` of them a prefix cache has just served (the engine counts them at
-    the next launch). `lane` is the row of the engine's persistent device buffers.
+    the next launch). `lane` is the row of the engine's persistent device buffers, `output` which of the
+    request's outputs it becomes.
     """
 
     seq_id: int
@@ -84,6 +94,7 @@ class Sequence:
     num_preemptions: int = 0
     finish_reason: FinishReason | None = None
     stop_text: str = ""
+    output: int = 0
     extra: dict[str, object] = field(default_factory=dict)
     max_tokens: int = field(init=False)
 

@@ -99,6 +99,7 @@ class PreparedWorkload:
         options = self._options
         return SamplingParams(
             max_new_tokens=max_new_tokens,
+            num_outputs=options.num_outputs,
             temperature=options.temperature,
             top_k=options.top_k,
             top_p=options.top_p,

@@ -124,6 +124,10 @@ class RequestOptions(WorkloadOptions, frozen=True, kw_only=True):
         bool, Meta(description="other prompts, arrivals and seeds in each repeat; false repeats the same")
     ] = False
     seed: Annotated[int, Meta(ge=0, description="of every draw; null: the experiment's seed")] | None = None
+    num_outputs: Annotated[
+        int,
+        Meta(ge=1, le=256, description="outputs per prompt, drawn independently or the best that a decoder finds"),
+    ] = 1
     temperature: Annotated[float, Meta(ge=0, description="0 is greedy")] = 0.0
     top_k: Annotated[int, Meta(ge=0, description="most likely tokens kept; 0: all")] = 0
     top_p: Annotated[float, Meta(gt=0, le=1, description="probability mass kept")] = 1.0
@@ -234,13 +238,23 @@ class CorpusOptions(RequestOptions, frozen=True, kw_only=True):
         return self.num_requests
 
 
-def _ends_ignored(options: RequestOptions, model: ModelFacts, machine: MachineFacts) -> Features:
-    return frozenset({"workload:ignore_eos"}) if options.ignore_eos else frozenset()
+def outputs_needed(options: RequestOptions, model: ModelFacts, machine: MachineFacts) -> Features:
+    """Several outputs share their prompt's KV; greedy ones are equal, so only a search has several."""
+    if options.num_outputs == 1:
+        return frozenset()
+    search = frozenset() if options.temperature else frozenset({"decoder:search"})
+    return search | {"engine:outputs", "kv:fork"}
+
+
+def _described(options: RequestOptions, model: ModelFacts, machine: MachineFacts) -> Features:
+    """Declared for parts to which it matters how requests are sampled."""
+    said = {"ignore_eos": options.ignore_eos, "sampled": options.temperature > 0, "stop_texts": bool(options.stop)}
+    return frozenset(f"workload:{name}" for name, holds in said.items() if holds)
 
 
 def random_tokens(options: RequestOptions, model: ModelFacts, machine: MachineFacts) -> Features:
     """Declared for parts whose work depends on what the text says."""
-    return _ends_ignored(options, model, machine) | {"workload:random_tokens"}
+    return _described(options, model, machine) | {"workload:random_tokens"}
 
 
 def _synthetic(options: Any, context: WorkloadContext) -> Workload:
@@ -271,6 +285,7 @@ COMPONENTS = (
         summary="random tokens of exactly the asked lengths; needs no tokenizer",
         build=_synthetic,
         options=SyntheticOptions,
+        needs=outputs_needed,
         provides=random_tokens,
     ),
     Component(
@@ -279,7 +294,8 @@ COMPONENTS = (
         summary="prompts, chat messages or first turns from a JSONL file",
         build=_prompts,
         options=PromptsOptions,
-        provides=_ends_ignored,
+        needs=outputs_needed,
+        provides=_described,
     ),
     Component(
         name="corpus",
@@ -287,6 +303,7 @@ COMPONENTS = (
         summary="prompts of equal length cut from a text; the default text ships with Python",
         build=_corpus,
         options=CorpusOptions,
-        provides=_ends_ignored,
+        needs=outputs_needed,
+        provides=_described,
     ),
 )

@@ -9,7 +9,14 @@ from msgspec import Meta
 
 from infermix.roles.component import Component, Role
 from infermix.roles.workload import Workload, WorkloadContext
-from infermix.workload.components import Length, RequestOptions, Tokens, bounds, random_tokens
+from infermix.workload.components import (
+    Length,
+    RequestOptions,
+    Tokens,
+    bounds,
+    outputs_needed,
+    random_tokens,
+)
 
 SECONDS = {"unit": "s"}
 
@@ -137,6 +144,7 @@ COMPONENTS = (
         summary="arrivals and lengths of a recorded trace (Azure, BurstGPT, Mooncake), synthetic tokens",
         build=_trace,
         options=TraceOptions,
+        needs=outputs_needed,
         provides=random_tokens,
     ),
     Component(
@@ -145,6 +153,7 @@ COMPONENTS = (
         summary="multi-turn conversations with growing shared prefixes, closed loop inside a session",
         build=_sessions,
         options=SessionsOptions,
+        needs=outputs_needed,
         provides=random_tokens,
     ),
 )
