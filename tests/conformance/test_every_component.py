@@ -68,6 +68,17 @@ VARIANTS: dict[tuple[Role, str], list[dict[str, Any]]] = {
         for weights in ("channel", "tensor")
         for activations in ("none", "token", "tensor")
     ],
+    (Role.QUANTIZER, "bitsandbytes"): [
+        {"method": "llm_int8"},
+        {"method": "llm_int8", "threshold": 0.0},
+        {"method": "fp4", "block_size": 128},
+        {"double_quant": True},
+        {"double_quant": True, "cpu_kernel": "plain"},
+    ],
+    (Role.QUANTIZER, "torchao"): [{"method": "int4"}, {"method": "int4", "group_size": 32}]
+    + [{"method": method} for method in ("fp8", "fp8_dynamic")],
+    (Role.QUANTIZER, "hqq_library"): [{"bits": bits, "group_size": 32} for bits in (2, 8)]
+    + [{"bits": 3}, {"axis": 0}],
     (Role.TRANSFORM, "compile"): [{"backend": "eager"}, {"backend": "aot_eager"}],
     (Role.DECODER, "prompt_lookup"): [{"num_draft_tokens": 1}, {"min_match_tokens": 1}],
     (Role.DECODER, "jacobi"): [{"num_draft_tokens": 1}, {"num_draft_tokens": 15}],

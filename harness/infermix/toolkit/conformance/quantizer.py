@@ -114,4 +114,6 @@ def calibration_model(family: str) -> Any:
 def _check_bits(declared: float | None, measured: float, name: str) -> None:
     assert measured > 0, f"{name} reports {measured} bits per weight"
     if declared is not None:
-        assert declared <= measured + 1e-9 <= declared + 1, f"{name} declares {declared} bits and has {measured}"
+        assert declared - 1e-9 <= measured <= declared + 1 + 1e-9, (
+            f"{name} declares {declared} bits and has {measured}"
+        )

@@ -1,0 +1,1 @@
+"""Quantizers of bitsandbytes."""

@@ -1,0 +1,1 @@
+"""Blocks of GGUF files, kept as they are."""

@@ -1,0 +1,1 @@
+"""The quantizer of hqq."""
