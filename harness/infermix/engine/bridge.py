@@ -138,6 +138,7 @@ class Joint:
         self._previous: str = model.config._attn_implementation
         self._context = ForwardContext(latent=latent)
         self._refuse(model.config)
+        _trust_no_padding(model)
         _register()
         self._use(ATTENTION_NAME)
         try:
@@ -247,6 +248,17 @@ class Joint:
             (self._context.latent.attach if name == ATTENTION_NAME else self._context.latent.detach)()
         if self.model.config._attn_implementation != name:
             self.model.set_attn_implementation(name)
+
+
+def _trust_no_padding(model: Any) -> None:
+    """Packed steps hold no padding; looking for it reads token ids on the host, in every forward of some families."""
+    for module in model.modules():
+        if hasattr(module, "warn_if_padding_and_no_attention_mask"):
+            module.warn_if_padding_and_no_attention_mask = _no_warning
+
+
+def _no_warning(input_ids: Tensor, attention_mask: Tensor | None) -> None:
+    """Instead of transformers' check for padding."""
 
 
 def _register() -> None:
