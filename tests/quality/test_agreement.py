@@ -58,6 +58,28 @@ def test_kl_is_reference_to_cell_in_nats(table_engine: Any, evaluator_context: A
     assert found["top1_agreement"].value == 1
 
 
+def test_pieces_are_scored_together_behind_their_context(
+    table_engine: Any, copycat: Any, evaluator_context: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("infermix.quality.agreement.ROWS_PER_CALL", 24)
+    calls: list[int] = []
+
+    class Counted(table_engine):  # type: ignore[misc]
+        def score(self, requests: Any) -> Any:
+            calls.append(len(requests))
+            assert all(request.first == 5 for request in requests)
+            return super().score(requests)
+
+    engine = Counted(two_way(0.5, flip_at=7))
+    found = evaluate(engine, table_engine(two_way(0.5)), evaluator_context, min_context=5, new_tokens=0)
+    assert calls == [2, 1]
+    assert found["kl_divergence"].name == "kl_divergence[pydoc_topics,prefill,sequences=3,tokens=12,min_context=5]"
+    assert found["kl_divergence"].details["num_positions"] == 21
+    assert found["top1_agreement"].samples == pytest.approx([1 - 1 / 7] * 3)
+    with pytest.raises(ValueError, match="min_context 12 leaves nothing to compare of num_tokens 12"):
+        AgreementOptions(num_tokens=12, prompt_tokens=4, min_context=12)
+
+
 def test_a_flip_with_a_clear_margin_is_not_lossless(table_engine: Any, evaluator_context: Any) -> None:
     found = evaluate(table_engine(two_way(0.5, flip_at=7)), table_engine(two_way(0.5)), evaluator_context)
     top1 = found["top1_agreement"]

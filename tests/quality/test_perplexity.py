@@ -95,6 +95,20 @@ def test_the_name_carries_the_protocol(table_engine: Any, copycat: Any, evaluato
     assert len(quality.details["corpus_sha256"]) == 64
 
 
+def test_a_context_is_given_before_anything_is_scored(
+    table_engine: Any, copycat: Any, evaluator_context: Any
+) -> None:
+    engine = table_engine(copycat)
+    quality = evaluate(engine, evaluator_context(), "abcdefghij", window=6, stride=2, min_context=4)
+    assert [(request.first, len(request.token_ids)) for request in engine.scored] == [(4, 6), (4, 6), (4, 6)]
+    assert quality.details["num_scored_tokens"] == 6
+    assert quality.name.endswith("tokens=10,min_context=4]")
+    with pytest.raises(ValueError, match="min_context 6 leaves nothing to score of window 6"):
+        PerplexityOptions(window=6, min_context=6)
+    with pytest.raises(UserError, match="the corpus has 4 tokens, 5 are the least"):
+        evaluate(engine, evaluator_context(), "abcd", window=6, min_context=4)
+
+
 def test_stderr_is_that_of_a_ratio() -> None:
     losses = [WindowLoss(4.0, 2), WindowLoss(2.0, 2), WindowLoss(3.0, 1)]
     mean, stderr = mean_and_stderr(losses)

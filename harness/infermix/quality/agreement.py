@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from infermix.errors import InfermixError
-from infermix.quality.components import AgreementOptions
+from infermix.quality.components import AgreementOptions, context_suffix
 from infermix.quality.corpus import corpus_tokens, require_tokenizer
 from infermix.quality.divergence import (
     NOTHING_COMPARED,
@@ -24,6 +24,9 @@ from infermix.roles.request import Request, SamplingParams
 
 #: A lossless mix may differ at near ties, but at no more than this share of the cases.
 MAX_EXCUSED_SHARE = 0.01
+
+#: Rows of logits that each engine hands over at once: pieces are scored together, so that decoding batches them.
+ROWS_PER_CALL = 2048
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ class AgreementEvaluator:
         self._options, self._context = options, context
 
     def evaluate(self, engine: Engine) -> list[Quality]:
-        """Builds the reference engine, compares one sequence at a time, and closes it again."""
+        """Builds the reference engine, compares some sequences at a time, and closes it again."""
         options = self._options
         tokenizer = require_tokenizer(engine, "agreement")
         wanted = options.num_sequences * options.num_tokens
@@ -73,13 +76,15 @@ class AgreementEvaluator:
     def _logit_metrics(
         self, engine: Engine, reference: Engine, pieces: list[list[int]], label: str, details: dict[str, Any]
     ) -> list[Quality]:
-        parts = []
-        for done, piece in enumerate(pieces):
-            parts.append(self._compare(engine, reference, piece))
-            self._context.progress("agreement: logits", (done + 1) / len(pieces))
+        parts: list[Divergence] = []
+        count = max(1, ROWS_PER_CALL // self._options.num_tokens)
+        for begin in range(0, len(pieces), count):
+            parts += self._compare(engine, reference, pieces[begin : begin + count])
+            self._context.progress("agreement: logits", len(parts) / len(pieces))
         total = sum(parts, NOTHING_COMPARED)
         options = self._options
         protocol = f"{label},{options.protocol},sequences={options.num_sequences},tokens={options.num_tokens}"
+        protocol += context_suffix(options.min_context)
         details = {
             **details,
             "num_positions": total.num_positions,
@@ -93,12 +98,12 @@ class AgreementEvaluator:
             _metric(f"top1_agreement[{protocol}]", top1, "ratio", "higher", details),
         ]
 
-    def _compare(self, engine: Engine, reference: Engine, piece: list[int]) -> Divergence:
-        request = ScoreRequest(tuple(piece), 1, self._options.protocol, want_logits=True)
-        (expected,) = reference.score([request])
-        (actual,) = engine.score([request])
+    def _compare(self, engine: Engine, reference: Engine, pieces: list[list[int]]) -> list[Divergence]:
+        first, protocol, near_tie = self._options.min_context, self._options.protocol, self._options.near_tie
+        requests = [ScoreRequest(tuple(piece), first, protocol, want_logits=True) for piece in pieces]
+        scores = zip(reference.score(requests), engine.score(requests), strict=True)
         try:
-            return compare_logits(expected.logits, actual.logits, self._options.near_tie)
+            return [compare_logits(expected.logits, actual.logits, near_tie) for expected, actual in scores]
         except ValueError as error:
             raise InfermixError(f"agreement: {error}") from error
 

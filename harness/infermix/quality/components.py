@@ -19,6 +19,14 @@ Protocol = Annotated[
     Literal["prefill", "decode"],
     Meta(description="prefill: one pass; decode: one token at a time, reading the KV cache"),
 ]
+MinContext = Annotated[
+    int,
+    Meta(
+        ge=1,
+        description="tokens before the first one that is scored; they are computed at once, as a prompt is",
+        extra={"unit": "tokens"},
+    ),
+]
 
 
 class PerplexityOptions(EvaluatorOptions, frozen=True, kw_only=True):
@@ -53,10 +61,13 @@ class PerplexityOptions(EvaluatorOptions, frozen=True, kw_only=True):
         Meta(description="bos: put BOS before every window, on top of its tokens"),
     ] = "none"
     protocol: Protocol = "prefill"
+    min_context: MinContext = 1
 
     def __post_init__(self) -> None:
         if self.effective_stride > self.window:
             raise ValueError(f"stride {self.stride} leaves gaps: it must not exceed window {self.window}")
+        if self.min_context >= self.window:
+            raise ValueError(f"min_context {self.min_context} leaves nothing to score of window {self.window}")
 
     @property
     def effective_stride(self) -> int:
@@ -77,6 +88,7 @@ class AgreementOptions(EvaluatorOptions, frozen=True, kw_only=True):
     num_sequences: Annotated[int, Meta(ge=1, description="pieces of the corpus that are compared")] = 8
     num_tokens: Annotated[int, Meta(ge=2, description="length of a piece", extra={"unit": "tokens"})] = 128
     protocol: Protocol = "prefill"
+    min_context: MinContext = 1
     prompt_tokens: Annotated[
         int,
         Meta(
@@ -100,6 +112,10 @@ class AgreementOptions(EvaluatorOptions, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.prompt_tokens > self.num_tokens:
             raise ValueError(f"prompt_tokens {self.prompt_tokens} exceeds num_tokens {self.num_tokens}")
+        if self.min_context >= self.num_tokens:
+            raise ValueError(
+                f"min_context {self.min_context} leaves nothing to compare of num_tokens {self.num_tokens}"
+            )
 
     def max_tokens(self) -> int:
         return max(self.num_tokens, self.prompt_tokens + self.new_tokens)
@@ -163,6 +179,11 @@ class AssociativeRecallOptions(EvaluatorOptions, frozen=True, kw_only=True):
     def max_tokens(self) -> int:
         """At most one token per character of `Box AB holds 123. `, and 200 for all else, a chat template included."""
         return max(self.pairs) * (16 + self.digits) + 200 + self.new_tokens
+
+
+def context_suffix(min_context: int) -> str:
+    """What the name of a metric says of a context that is not the smallest."""
+    return f",min_context={min_context}" if min_context > 1 else ""
 
 
 def _build_perplexity(options: PerplexityOptions, context: Any) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from infermix.errors import InfermixError, UserError
-from infermix.quality.components import PerplexityOptions
+from infermix.quality.components import PerplexityOptions, context_suffix
 from infermix.quality.corpus import corpus_tokens, require_tokenizer
 from infermix.roles.engine import Engine, ScoreRequest, Tokenizer
 from infermix.roles.evaluator import EvaluatorContext, Quality
@@ -72,8 +72,9 @@ class PerplexityEvaluator:
         options = self._options
         tokenizer = require_tokenizer(engine, "perplexity")
         corpus, ids = corpus_tokens(options.corpus, self._context.base, tokenizer, options.num_tokens)
-        if len(ids) < 2:
-            raise UserError(f"the corpus has {len(ids)} tokens, 2 are the least", where=options.corpus)
+        if len(ids) <= options.min_context:
+            least = options.min_context + 1
+            raise UserError(f"the corpus has {len(ids)} tokens, {least} are the least", where=options.corpus)
         losses = self._score(engine, ids, self._prefix(tokenizer))
         return [self._metric(corpus, ids, losses, tokenizer)]
 
@@ -87,7 +88,7 @@ class PerplexityEvaluator:
     def _score(self, engine: Engine, ids: list[int], prefix: tuple[int, ...]) -> list[WindowLoss]:
         plan = windows(len(ids), self._options.window, self._options.effective_stride)
         requests = [self._request(ids, window, prefix) for window in plan]
-        # A last window of one token without BOS has nothing to score.
+        # A last window that is too short has nothing to score.
         requests = [request for request in requests if request.first < len(request.token_ids)]
         losses: list[WindowLoss] = []
         for begin in range(0, len(requests), WINDOWS_PER_CALL):
@@ -100,7 +101,7 @@ class PerplexityEvaluator:
         tokens = (*prefix, *ids[window.start : window.end])
         first = len(prefix) + window.first_new - window.start
         # A sequence's very first token has nothing before it that could predict it.
-        return ScoreRequest(tokens, max(first, 1), self._options.protocol)
+        return ScoreRequest(tokens, max(first, self._options.min_context), self._options.protocol)
 
     def _metric(self, corpus: Corpus, ids: list[int], losses: list[WindowLoss], tokenizer: Tokenizer) -> Quality:
         mean, stderr = mean_and_stderr(losses)
@@ -132,5 +133,6 @@ class PerplexityEvaluator:
         options = self._options
         return (
             f"perplexity[{corpus.label},{options.protocol},window={options.window},"
-            f"stride={options.effective_stride},bos={options.bos},tokens={num_tokens}]"
+            f"stride={options.effective_stride},bos={options.bos},tokens={num_tokens}"
+            f"{context_suffix(options.min_context)}]"
         )
