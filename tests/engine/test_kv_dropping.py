@@ -178,6 +178,8 @@ def test_sink_window_memory_is_constant(build_engine: Build) -> None:
     (table,) = report.executed["kv"]["tables"]
     assert table["blocks_per_sequence"] == 7
     assert report.kv_bytes == table["bytes"] == (2 * 7 + 1) * 4 * report.kv_bytes_per_token
+    longest = report.executed["engine"]["max_model_len"]
+    assert report.kv_allocated_bytes_per_token == 7 * 4 * report.kv_bytes_per_token / longest
 
 
 def test_snapkv_refuses_a_budget_below_its_observation_window(build_engine: Build) -> None:

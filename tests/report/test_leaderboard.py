@@ -443,6 +443,21 @@ def test_options_of_transforms_tell_rows_apart(make_record) -> None:  # type: ig
     assert sorted(row.mix["transforms"] for row in table.rows) == ["compile(mode=a)", "compile(mode=b)"]
 
 
+def test_kv_has_columns_where_layouts_share_drop_or_move(make_record) -> None:  # type: ignore[no-untyped-def]
+    plain = make_record(memory={"kv_bytes_per_token": 512.0})
+    cut = make_record(
+        parts={"kv": "h2o"}, memory={"kv_bytes_per_token": 520.0, "kv_allocated_bytes_per_token": 130.0}
+    )
+    for name, value in {"kv_kept_fraction": 0.25, "prefix_hit_rate": 0.5}.items():
+        cut.metrics[name] = Metric(value=value, unit="", better="higher", samples=[value] * 3)
+    before, after = rendered(build_board([plain])), rendered(build_board([plain, cut]))
+    assert "KV kept" not in before["LEADERBOARD.md"]
+    assert "| KV/token | prefix hits | KV kept |" in after["LEADERBOARD.md"]
+    assert "| 512 B |" in after["LEADERBOARD.md"]
+    assert "| 130 B | 50.0 % | 25.0 % |" in after["LEADERBOARD.md"]
+    assert {"kv_kept_fraction", "prefix_hit_rate"} <= set(after["leaderboard.csv"].splitlines()[0].split(","))
+
+
 def test_drafting_has_columns_only_where_something_drafts(records: list[Record], make_record) -> None:
     drafting = make_record([150.0, 152.0, 149.0], parts={"decoder": "prompt_lookup"})
     for name, value in {"acceptance_rate": 0.25, "mean_acceptance_length": 2.125}.items():

@@ -314,6 +314,7 @@ def _engine_memory(report: EngineReport) -> dict[str, float]:
         "weight_bytes": report.weight_bytes,
         "kv_bytes": report.kv_bytes,
         "kv_bytes_per_token": report.kv_bytes_per_token,
+        "kv_allocated_bytes_per_token": report.kv_allocated_bytes_per_token,
     }
     return {name: float(value) for name, value in figures.items() if value is not None}
 

@@ -331,6 +331,7 @@ def _report_parts(
     )  # fmt: skip
     build.report.kv_bytes = store.allocated_bytes()
     build.report.kv_bytes_per_token = shape.bytes_per_token
+    build.report.kv_allocated_bytes_per_token = shape.bytes_of_sequence(shape.max_model_len) / shape.max_model_len
 
 
 def _table_facts(shape: KVShape) -> dict[str, Any]:

@@ -21,13 +21,22 @@ KV_FIGURES: Mapping[str, tuple[str, Better]] = {
     "resumed_hit_tokens": ("tokens", "none"),
     "prefix_evicted_blocks": ("blocks", "none"),
     "kv_copied_blocks": ("blocks", "none"),
+    "kv_kept_fraction": ("", "higher"),
+    "kv_dropped_tokens": ("tokens", "lower"),
+    "preemptions": ("", "lower"),
+    "swap_stall_s": ("s", "lower"),
+    "swap_out_bytes_per_s": ("bytes/s", "higher"),
+    "swap_in_bytes_per_s": ("bytes/s", "higher"),
 }
 
 
 def kv_figures(repeat: Repeat) -> dict[str, float]:
-    """`prefix_...` only where a prefix cache is on; hit tokens are prompt tokens that were not computed."""
+    """`prefix_...` only where a prefix cache is on; hit tokens are prompt tokens that were not computed.
+
+    What was kept and dropped is of layouts that drop tokens alone, preemptions and swaps where any were.
+    """
     counters = repeat.environment.get("counters", {})
-    return {**_slots(counters), **_prefixes(counters)}
+    return {**_slots(counters), **_prefixes(counters), **_dropped(counters), **_preempted(counters)}
 
 
 def _slots(counters: Mapping[str, float]) -> dict[str, float]:
@@ -48,3 +57,14 @@ def _prefixes(counters: Mapping[str, float]) -> dict[str, float]:
     names = ("prefix_hits", "prefix_hit_tokens", "resumed_hit_tokens", "prefix_evicted_blocks", "kv_copied_blocks")
     counts = {name: counters[name] for name in names if name in counters}
     return {"prefix_hit_rate": counters["prefix_hit_tokens"] / queried, **counts}
+
+
+def _dropped(counters: Mapping[str, float]) -> dict[str, float]:
+    return {name: counters[name] for name in ("kv_kept_fraction", "kv_dropped_tokens") if name in counters}
+
+
+def _preempted(counters: Mapping[str, float]) -> dict[str, float]:
+    names = ["preemptions"] if counters.get("preemptions") else []
+    if counters.get("swaps_out"):
+        names += ["swap_stall_s", "swap_out_bytes_per_s", "swap_in_bytes_per_s"]
+    return {name: counters[name] for name in names if name in counters}

@@ -29,9 +29,13 @@ METRIC_KEYS = (
     "e2e_s_p99",
     "failed_share",
 )
-#: Of decoders that draft alone: no column where no row has them.
-DRAFTING_KEYS = tuple(SPECULATION_METRICS)
-MEMORY_KEYS = ("peak_bytes", "weight_bytes", "kv_bytes", "kv_bytes_per_token")
+#: Of decoders that draft, of prefix caches, of layouts that drop tokens, of preemption by swapping: no column where
+#: no row has them.
+SPECIAL_KEYS = (
+    *SPECULATION_METRICS, "prefix_hit_rate", "prefix_hit_tokens", "kv_kept_fraction", "kv_dropped_tokens",
+    "preemptions", "swap_stall_s", "swap_out_bytes_per_s", "swap_in_bytes_per_s",
+)  # fmt: skip
+MEMORY_KEYS = ("peak_bytes", "weight_bytes", "kv_bytes", "kv_bytes_per_token", "kv_allocated_bytes_per_token")
 ROOFLINE_KEYS = ("mbu", "mfu")
 
 
@@ -166,9 +170,11 @@ def _figures(record: Summary, baseline: Summary | None) -> dict[str, Figure]:
     if record.state != "ok":
         return found
     found |= {
-        key: shown for key in (*METRIC_KEYS, *DRAFTING_KEYS) if (shown := figure(record.metrics.get(key))) is not None
+        key: shown for key in (*METRIC_KEYS, *SPECIAL_KEYS) if (shown := figure(record.metrics.get(key))) is not None
     }
     found |= {key: Figure(record.memory[key]) for key in MEMORY_KEYS if key in record.memory}
+    if "kv_bytes_per_token" in found:  # of an engine that does not say what it allocated
+        found.setdefault("kv_allocated_bytes_per_token", found["kv_bytes_per_token"])
     found |= {
         key: Figure(float(record.roofline[key]))
         for key in ROOFLINE_KEYS

@@ -45,6 +45,8 @@ FIGURES = (
     Column("ttft_s_p99", "TTFT p99", "s", "Arrival to first output token, 99th percentile"),
     Column("tpot_s_p50", "TPOT p50", "s", "Time per output token after the first, median over requests"),
     Column("tpot_s_p99", "TPOT p99", "s", "Time per output token after the first, 99th percentile"),
+    Column("itl_s_p50", "ITL p50", "s", "Gap between emissions, median over all gaps"),
+    Column("itl_s_p99", "ITL p99", "s", "Gap between emissions, 99th percentile over all gaps"),
     Column("acceptance_rate", "accepted", "share", "Accepted over proposed draft tokens"),
     Column(
         "mean_acceptance_length",
@@ -54,14 +56,29 @@ FIGURES = (
     ),
     Column("draft_time_share", "drafting", "share", "Share of the wall time spent on drafting"),
     Column("peak_bytes", "peak memory", "bytes", "Peak memory of the cell"),
-    Column("kv_bytes_per_token", "KV/token", "bytes", "KV bytes per token"),
+    Column("kv_bytes", "KV", "bytes", "Bytes of KV memory as allocated"),
+    Column(
+        "kv_allocated_bytes_per_token",
+        "KV/token",
+        "bytes",
+        "KV bytes allocated for a sequence of the longest length, over its tokens",
+    ),
+    Column("kv_bytes_per_token", "KV slot", "bytes", "KV bytes of one more token in all layers"),
+    Column("prefix_hit_rate", "prefix hits", "share", "Prompt tokens that came from the prefix cache"),
+    Column(
+        "kv_kept_fraction", "KV kept", "share", "Tokens in the cache when their sequences ended; the rest was dropped"
+    ),
+    Column("preemptions", "preempted", "number", "Preemptions per repeat"),
+    Column("swap_stall_s", "swap stall", "s", "Time that steps of a repeat waited for swapped blocks"),
+    Column("swap_out_bytes_per_s", "swap out/s", "bytes", "Bytes per second moved to host memory"),
+    Column("swap_in_bytes_per_s", "swap in/s", "bytes", "Bytes per second moved back"),
     Column("weight_bytes", "weights", "bytes", "Bytes of the weights as held"),
     Column("bits_per_weight", "bits/w", "number", "Effective bits per quantized weight, scales included"),
     Column("mbu", "MBU", "share", "Achieved bytes/s over the measured ceiling of this machine"),
     Column("mfu", "MFU", "share", "Achieved FLOP/s over the measured ceiling of this machine"),
 )
 #: Left out of Markdown, where width is scarce.
-WIDE_ONLY = frozenset({"requests_per_s", "goodput_rps"})
+WIDE_ONLY = frozenset({"requests_per_s", "goodput_rps", "itl_s_p99", "kv_bytes", "kv_bytes_per_token"})
 
 
 def figure_columns(table: Table) -> list[Column]:

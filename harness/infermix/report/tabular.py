@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from infermix.record.record import SCHEMA_VERSION
-from infermix.report.board import DRAFTING_KEYS, MEMORY_KEYS, METRIC_KEYS, ROOFLINE_KEYS, SPEED, Board, Row, Table
+from infermix.report.board import MEMORY_KEYS, METRIC_KEYS, ROOFLINE_KEYS, SPECIAL_KEYS, SPEED, Board, Row, Table
 from infermix.report.effects import Effect, Effects
 from infermix.report.labels import MIX_COLUMNS
 from infermix.report.ranking import Figure
@@ -23,7 +23,7 @@ def csv_text(board: Board) -> str:
     quality = sorted({f"quality:{name}" for table in board.tables for name in table.quality_names})
     rows = [_flat(table, row) for table in board.tables for row in table.rows]
     present = {key for row in rows for key in row}
-    fields = [*_flat_fields(), *(key for key in DRAFTING_KEYS if key in present), *quality]
+    fields = [*_flat_fields(), *(key for key in SPECIAL_KEYS if key in present), *quality]
     buffer = io.StringIO()
     writer = csv.DictWriter(buffer, fields, lineterminator="\n", restval="")
     writer.writeheader()

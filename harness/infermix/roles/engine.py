@@ -48,7 +48,9 @@ class EngineContext:
 class EngineReport:
     """What really ran, for the record. `executed` maps role -> implementation facts (class, kernel, via, dtype).
 
-    Under `transforms` it holds a list with one entry (`name`, facts) per applied transform.
+    Under `transforms` it holds a list with one entry (`name`, facts) per applied transform. `kv_bytes_per_token` is
+    what one more token takes in all layers; `kv_allocated_bytes_per_token` what a sequence of the longest length
+    takes, over its tokens: tails, states and the rest of its last block count, what a ring overwrites does not.
     """
 
     executed: dict[str, Any] = field(default_factory=dict)
@@ -56,6 +58,7 @@ class EngineReport:
     weight_bytes: int | None = None
     kv_bytes: int | None = None
     kv_bytes_per_token: float | None = None
+    kv_allocated_bytes_per_token: float | None = None
     self_check: dict[str, Any] = field(default_factory=dict)
     graphs: dict[str, Any] = field(default_factory=dict)
     counters: dict[str, float] = field(default_factory=dict)
