@@ -38,7 +38,7 @@ def _latent_needs(options: LatentOptions, model: ModelFacts, machine: MachineFac
 
 
 def _latent_provides(options: LatentOptions, model: ModelFacts, machine: MachineFacts) -> Features:
-    names = ("view:paged", "kv:paged", "kv:truncate", "kv:fork", "kv:export", "kv:swap", "kv:preallocated")
+    names = ("view:paged", "kv:paged", "kv:truncate", "kv:move", "kv:fork", "kv:export", "kv:swap", "kv:preallocated")
     return frozenset(names)
 
 

@@ -99,7 +99,14 @@ COMPONENTS = (
         requires=("torch",),
         needs=_quantized_needs,
         provides=_always(
-            "view:quantized", "kv:truncate", "kv:fork", "kv:export", "kv:swap", "kv:preallocated", "graph:mixed"
+            "view:quantized",
+            "kv:truncate",
+            "kv:move",
+            "kv:fork",
+            "kv:export",
+            "kv:swap",
+            "kv:preallocated",
+            "graph:mixed",
         ),
         adapters=_gather,
         lossless=lambda options: False,

@@ -23,10 +23,13 @@ class QuantizedStore(PoolStore):
         super().__init__(shape, device, stored)
         self._dtype, self._stored = dtype, stored
         self._scales: dict[int, tuple[Tensor, Tensor]] = {}
+        self._scale_stacks: list[list[Tensor]] = []
+        self._stacks = [[stack.view(torch.uint8) for stack in stacks] for stacks in self._stacks]
         for group in shape.groups:
             size = (len(group.layers), shape.num_blocks + 1, group.num_kv_heads, shape.block_size)
-            scales = zip(_zeros(size, device), _zeros(size, device), strict=True)
-            for layer, pair in zip(group.layers, scales, strict=True):
+            stacks = [_zeros(size, device), _zeros(size, device)]
+            self._scale_stacks.append(stacks)
+            for layer, pair in zip(group.layers, zip(*stacks, strict=True), strict=True):
                 self._scales[layer] = pair
                 keys, values = (pool.view(torch.uint8) for pool in self._pools[layer])
                 self._slots[layer] = keys.flatten(0, 1), values.flatten(0, 1)
@@ -39,6 +42,15 @@ class QuantizedStore(PoolStore):
             numbers, factors = quantize_rows(new, self._stored)
             pool.index_copy_(0, slots, numbers.view(torch.uint8))
             scales.transpose(1, 2).index_put_(place, factors)
+
+    def move(self, table: int, sources: list[int], targets: list[int]) -> None:
+        super().move(table, sources, targets)
+        for index, stacks in enumerate(self._scale_stacks):
+            if self.shape.table_of(index) == table:
+                for stack in stacks:
+                    read, write = torch.tensor([sources, targets]).to(stack.device, non_blocking=True)
+                    size = self.shape.block_size
+                    stack[:, write // size, :, write % size] = stack[:, read // size, :, read % size]
 
     def pools(self, layer_idx: int) -> KVPools:
         return KVPools(*self._pools[layer_idx], *self._scales[layer_idx])

@@ -51,17 +51,19 @@ class EagerAttention:
                 pieces.append(q.new_zeros(query_len, layer.num_heads, layer.value_dim))
                 continue
             keys, values = view.sequence(index, context)
-            pieces.append(_attend_sequence(queries, keys, values, layer).to(q.dtype))
+            pieces.append(_attend_sequence(queries, keys, values, layer, batch, index).to(q.dtype))
         return pieces
 
 
-def _attend_sequence(q: Tensor, keys: Tensor, values: Tensor, layer: LayerSpec) -> Tensor:
-    """`q [n, H, Dk]` at the end of `keys [c, Hkv, Dk]` -> `[n, H, Dv]`."""
+def _attend_sequence(q: Tensor, keys: Tensor, values: Tensor, layer: LayerSpec, batch: Batch, index: int) -> Tensor:
+    """`q [n, H, Dk]` at the end of `keys [c, Hkv, Dk]`, sequence `index` of the batch -> `[n, H, Dv]`."""
     query_len = q.shape[0]
     skipped = steps.first_key(query_len, keys.shape[0], layer.window)
     keys, values = keys[skipped:], values[skipped:]
     visible = None
-    if query_len > 1:
+    if steps.has_tree(batch, index):
+        visible = steps.sequence_tree_mask(batch, index, skipped, layer.window)
+    elif query_len > 1:
         visible = steps.sequence_mask(query_len, keys.shape[0], layer.window, q.device)
     folded = steps.fold_heads(q, 1, layer.num_kv_heads)
     return steps.unfold_heads(_attend(folded, keys[None], values[None], visible, layer), query_len)

@@ -61,7 +61,11 @@ class SdpaAttention:
                 continue
             keys, values = view.sequence(index, context)
             skipped = steps.first_key(query_len, context, layer.window)
-            pieces.append(_attend_sequence(queries, keys[skipped:], values[skipped:], batch, layer))
+            keys, values = keys[skipped:], values[skipped:]
+            if steps.has_tree(batch, index):
+                pieces.append(_attend_tree(queries, keys, values, batch, layer, (index, skipped)))
+            else:
+                pieces.append(_attend_sequence(queries, keys, values, batch, layer))
         return pieces
 
 
@@ -81,6 +85,21 @@ def _attend_sequence(q: Tensor, keys: Tensor, values: Tensor, batch: Batch, laye
         )
     folded = steps.fold_heads(q, 1, layer.num_kv_heads)
     return steps.unfold_heads(_attend(folded, keys[None], values[None], bias, layer), query_len)
+
+
+def _attend_tree(
+    q: Tensor, keys: Tensor, values: Tensor, batch: Batch, layer: LayerSpec, where: tuple[int, int]
+) -> Tensor:
+    """As `_attend_sequence` for sequence `where[0]` of the batch, whose first key is `where[1]`."""
+    group = layer.num_heads // layer.num_kv_heads
+    bias = steps.once_per_forward(
+        batch,
+        layer,
+        ("tree", *where, layer.window, group, q.dtype),
+        lambda: _bias(steps.sequence_tree_mask(batch, *where, layer.window)[None], group, q.dtype),
+    )
+    folded = steps.fold_heads(q, 1, layer.num_kv_heads)
+    return steps.unfold_heads(_attend(folded, keys[None], values[None], bias, layer), q.shape[0])
 
 
 def _attend_prefill(q: Tensor, keys: Tensor, values: Tensor, layer: LayerSpec) -> Tensor:

@@ -50,6 +50,15 @@ class ConcatStore:
                 if source in held:
                     held[target] = held[source]
 
+    def move(self, table: int, sources: list[int], targets: list[int]) -> None:
+        size = self._shape.block_size
+        by_row: dict[int, list[tuple[int, int]]] = {}
+        for source, target in zip(sources, targets, strict=True):
+            by_row.setdefault(source // size, []).append((source % size, target % size))
+        for held in self._held.values():
+            for row, moves in by_row.items():
+                held[row] = tuple(_moved(part, moves) for part in held[row])  # type: ignore[assignment]
+
     def export_blocks(self, blocks: list[int]) -> list[tuple[Tensor, ...]]:
         return [self._export(layer, blocks) for layer in self._held]
 
@@ -81,3 +90,10 @@ class ConcatStore:
             torch.empty(0, group.num_kv_heads, group.key_dim, **options),  # type: ignore[call-overload]
             torch.empty(0, group.num_kv_heads, group.value_dim, **options),  # type: ignore[call-overload]
         )
+
+
+def _moved(part: Tensor, moves: list[tuple[int, int]]) -> Tensor:
+    order = list(range(part.shape[0]))
+    for source, target in moves:
+        order[target] = source
+    return part[order]

@@ -108,7 +108,8 @@ def _swap_needs(options: ContinuousOptions, model: ModelFacts, machine: MachineF
 
 
 PAGED_FEATURES = frozenset(
-    ("view:paged", "kv:paged", "kv:truncate", "kv:fork", "kv:export", "kv:swap", "kv:preallocated", "graph:mixed")
+    {"view:paged", "kv:paged", "kv:truncate", "kv:move", "kv:fork", "kv:export", "kv:swap", "kv:preallocated"}
+    | {"graph:mixed"}
 )
 
 
@@ -225,7 +226,7 @@ def infermix_attention() -> list[Component]:
             build=_build_eager,
             requires=("torch",),
             needs=reads,
-            provides=_always("attn:sliding_window", "attn:softcap", "attn:sinks", "head_dim:*"),
+            provides=_always("attn:sliding_window", "attn:softcap", "attn:sinks", "attn:tree_mask", "head_dim:*"),
         ),
         Component(
             name="sdpa",
@@ -234,7 +235,7 @@ def infermix_attention() -> list[Component]:
             build=_build_sdpa,
             requires=("torch",),
             needs=reads,
-            provides=_always("attn:sliding_window", "attn:sinks", "head_dim:*"),
+            provides=_always("attn:sliding_window", "attn:sinks", "attn:tree_mask", "head_dim:*"),
         ),
     ]
 
@@ -256,7 +257,7 @@ def infermix_kv() -> list[Component]:
             summary="one tensor per sequence that grows by concatenation",
             build=_build_concat,
             requires=("torch",),
-            provides=_always("view:ragged", "kv:truncate", "kv:fork", "kv:export", "graph:no"),
+            provides=_always("view:ragged", "kv:truncate", "kv:move", "kv:fork", "kv:export", "graph:no"),
         ),
         Component(
             name="dense",
@@ -264,7 +265,9 @@ def infermix_kv() -> list[Component]:
             summary="one row of the longest length per sequence, allocated in advance",
             build=_build_dense,
             requires=("torch",),
-            provides=_always("view:dense", "kv:truncate", "kv:fork", "kv:export", "kv:swap", "kv:preallocated"),
+            provides=_always(
+                "view:dense", "kv:truncate", "kv:move", "kv:fork", "kv:export", "kv:swap", "kv:preallocated"
+            ),
         ),
         Component(
             name="paged",

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 from infermix.roles.attention import LayerSpec
-from infermix.roles.batch import Batch
+from infermix.roles.batch import MAX_TREE_TOKENS, Batch
 from infermix.roles.kv_store import DenseView, PagedView, View
 from infermix.toolkit import once
 from torch import Tensor
@@ -54,7 +54,8 @@ def num_batched_rows(view: View, batch: Batch, on_host: bool) -> int:
         return batch.num_seqs
     if not hasattr(view, "batched"):
         return 0
-    if batch.query_len is not None and batch.query_len <= MAX_BATCHED_QUERY:
+    longest = MAX_BATCHED_QUERY if batch.tree_mask is None else MAX_TREE_TOKENS
+    if batch.query_len is not None and batch.query_len <= longest:
         rows = batch.num_seqs
     else:
         rows = next((i for i, n in enumerate(batch.query_lens) if n != 1), batch.num_seqs)
@@ -72,7 +73,12 @@ def capacity_of(batch: Batch, rows: int) -> int:
 
 
 def visible_keys(batch: Batch, rows: int, query_len: int, capacity: int, window: int | None) -> Tensor:
-    """`[rows, query_len, capacity]` bool on the device: causal, within the window, inside the context."""
+    """`[rows, query_len, capacity]` bool on the device: causal or in the tree, in the window, inside the context."""
+    if batch.tree_mask is not None and query_len <= MAX_TREE_TOKENS:
+        new = slice(0, rows * query_len)
+        shape = (rows, query_len)
+        return _tree_visible(batch.tree_mask[new].view(shape), batch.positions[new].view(shape),
+                             batch.context_lens[:rows], capacity, window)  # fmt: skip
     device = batch.context_lens.device
     context = batch.context_lens[:rows].to(torch.int64)
     offsets = torch.arange(query_len, device=device) - query_len
@@ -91,6 +97,38 @@ def sequence_mask(query_len: int, keys: int, window: int | None, device: torch.d
     visible = columns <= positions
     if window is not None:
         visible = visible & (columns > positions - window)
+    return visible
+
+
+def has_tree(batch: Batch, index: int) -> bool:
+    """Whether new tokens of a sequence see what the tree mask says, not all that is before them."""
+    return batch.tree_mask is not None and 1 < batch.query_lens[index] <= MAX_TREE_TOKENS
+
+
+def sequence_tree_mask(batch: Batch, index: int, first_key: int, window: int | None) -> Tensor:
+    """`[query_len, context - first_key]` bool for one sequence of a batch with a tree mask; lengths on the host."""
+    assert batch.tree_mask is not None
+    assert batch.host_context_lens is not None
+    start, query_len = sum(batch.query_lens[:index]), batch.query_lens[index]
+    new = slice(start, start + query_len)
+    context = batch.host_context_lens[index]
+    lengths = batch.context_lens[index : index + 1]
+    visible = _tree_visible(batch.tree_mask[None, new], batch.positions[None, new], lengths, context, window)
+    return visible[0, :, first_key:]
+
+
+def _tree_visible(bits: Tensor, positions: Tensor, contexts: Tensor, capacity: int, window: int | None) -> Tensor:
+    """`[B, n, capacity]` bool; `bits`, `positions [B, n]` of the new tokens, which are the last of `contexts [B]`."""
+    query_len = bits.shape[1]
+    first_new = contexts.to(torch.int64)[:, None] - query_len
+    place = torch.arange(capacity, device=bits.device) - first_new  # among the new tokens; negative: cached before
+    inside = place.clamp(0, query_len - 1)
+    chosen = (bits[:, :, None] >> inside[:, None, :]) & 1
+    visible = (place < 0)[:, None] | ((chosen != 0) & ((place >= 0) & (place < query_len))[:, None])
+    if window is not None:
+        depths = positions - positions[:, :1]
+        behind = torch.where(place < 0, place, depths.gather(1, inside))
+        visible = visible & (behind[:, None, :] > depths[:, :, None] - window)
     return visible
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 from infermix.errors import Unsupported
 from infermix.roles.attention import LayerSpec, TuneContext
-from infermix.roles.batch import Batch
+from infermix.roles.batch import MAX_TREE_TOKENS, Batch
 from infermix.roles.kv_store import DenseView, PagedView, QuantizedPagedView, View
 from infermix_kernels.attention import Workspace, paged_attention
 from infermix_kernels.launch import LaunchTable
@@ -22,7 +23,10 @@ _SHORT_QUERY = 16
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Sequences `first ... last` of a batch, all short or all long, with their bounds on the host."""
+    """Sequences `first ... last` of a batch, all short or all long, with their bounds on the host.
+
+    `tree_mask` is the whole batch's, `None` for long ones.
+    """
 
     first: int
     last: int
@@ -30,6 +34,7 @@ class _Part:
     max_context_len: int
     cu_seqlens_q: Tensor
     context_lens: Tensor
+    tree_mask: Tensor | None
 
 
 class TritonAttention:
@@ -59,6 +64,8 @@ class TritonAttention:
             raise Unsupported("attention triton reads paged and dense KV; use kv: paged or kv: dense")
         if not isinstance(view, self.reads):
             view = DenseView(*view.batched(_capacity(batch)))
+        if batch.tree_mask is not None and layer.window is not None:
+            raise Unsupported("attention triton has no tree mask beside a sliding window; use attention: sdpa")
         if q.stride(2) != 1:
             q = q.contiguous()
         out = q.new_empty(q.shape[0], q.shape[1], layer.value_dim)
@@ -87,6 +94,7 @@ class TritonAttention:
             window=layer.window,
             softcap=layer.softcap,
             sinks=layer.sinks,
+            tree_mask=part.tree_mask,
             key_scales=key_scales,
             value_scales=value_scales,
             out=out,
@@ -117,6 +125,8 @@ def _split(batch: Batch) -> list[_Part]:
     lens = batch.query_lens
     if batch.query_len is not None or batch.captured:
         bounds = [(0, batch.num_seqs)]
+    elif batch.tree_mask is not None:
+        bounds = _runs([length <= MAX_TREE_TOKENS for length in lens])
     else:
         short = next((index for index, length in enumerate(lens) if length > _SHORT_QUERY), batch.num_seqs)
         bounds = [pair for pair in ((0, short), (short, batch.num_seqs)) if pair[0] < pair[1]]
@@ -125,11 +135,19 @@ def _split(batch: Batch) -> list[_Part]:
 
 def _part(batch: Batch, first: int, last: int) -> _Part:
     contexts = batch.host_context_lens
+    longest = max(batch.query_lens[first:last])
     return _Part(
         first,
         last,
-        max(batch.query_lens[first:last]),
+        longest,
         batch.context_capacity if contexts is None else max(contexts[first:last]),
         batch.cu_seqlens_q[first : last + 1],
         batch.context_lens[first:last],
+        batch.tree_mask if longest <= MAX_TREE_TOKENS else None,
     )
+
+
+def _runs(flags: list[bool]) -> list[tuple[int, int]]:
+    """Bounds of the stretches of equal flags."""
+    cuts = [0, *(index for index in range(1, len(flags)) if flags[index] != flags[index - 1]), len(flags)]
+    return list(pairwise(cuts))

@@ -75,6 +75,8 @@ def _attention_provides(options: AttentionOptions, model: ModelFacts, machine: M
     dims = {*_HEAD_DIMS, *(layer.key_dim for layer in layers), *(dim for dim in rows if dim <= _MAX_HEAD_DIM)}
     dims -= too_wide
     features = {"attn:sliding_window", "attn:softcap", "attn:sinks", *(f"head_dim:{dim}" for dim in dims)}
+    if all(layer.window is None for layer in layers):
+        features.add("attn:tree_mask")
     features.add("graph:no" if options.check_block_tables else "graph:mixed")
     return frozenset(features)
 

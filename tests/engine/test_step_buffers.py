@@ -26,18 +26,19 @@ class _Uncaptured:
         self._graphs, self._step = graphs, step
 
     def replay(self) -> None:
-        logits, lanes, most_likely = self._graphs._step(self._step.buffers, self._step.batch)
+        logits, lanes, most_likely, self._step.hidden = self._graphs._step(self._step.buffers, self._step.batch)
         self._step.logits.copy_(logits)
         self._step.token_lanes.copy_(lanes)
         self._step.most_likely = most_likely
 
 
-def uncaptured(engine: Any, query_lens: tuple[int, ...]) -> StepGraphs:
+def uncaptured(engine: Any, query_lens: tuple[int, ...], trees: bool = False) -> StepGraphs:
     """`StepGraphs` whose steps are all there, without any graph."""
     next_ids, vocab = engine._runner._next_ids, engine._runner.vocab_size
-    graphs = StepGraphs(engine._joint, engine._shape, next_ids, LANES, query_lens)
+    graphs = StepGraphs(engine._joint, engine._shape, next_ids, LANES, query_lens, trees=trees)
     for key in graphs.wanted:
-        buffers = StepBuffers(key.batch, key.query_len, engine._shape, LANES, next_ids.device)
+        with_mask = trees and key.query_len > 1
+        buffers = StepBuffers(key.batch, key.query_len, engine._shape, LANES, next_ids.device, with_mask)
         tokens = key.batch * key.query_len
         step = CapturedStep(
             None,

@@ -127,6 +127,8 @@ def assemble(options: NativeOptions, context: EngineContext) -> NativeEngine:
                 kv_error=build.kv_error(),
             )
     joint.attach(attention, store)
+    if getattr(decoder, "reads_hidden", False):
+        joint.keep_hidden()
     selector = build.transforms.selector or TorchSelector()
     sampler = TokenSampler(build.max_num_seqs, context.facts.vocab_size, build.device, loaded.eos_token_ids, selector)
     runner = ModelRunner(joint, space, store, shape, sampler.next_ids, context.facts.vocab_size)
@@ -135,8 +137,9 @@ def assemble(options: NativeOptions, context: EngineContext) -> NativeEngine:
             warm_up(joint, space, shape)
     with build.phase("capture"):
         build.report.graphs = capture(
-            build, runner, joint, shape, space, sampler.next_ids, selector, _query_lens(decoder)
-        )
+            build, runner, joint, shape, space, sampler.next_ids, selector, _query_lens(decoder),
+            trees=getattr(decoder, "draft_trees", False),
+        )  # fmt: skip
     scheduler = build.part(Role.SCHEDULER, build.max_num_seqs)
     _report_parts(build, attention, layout, space, store, scheduler, decoder, shape)
     return NativeEngine(

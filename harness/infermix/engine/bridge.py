@@ -137,6 +137,8 @@ class Joint:
         self._takes_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._previous: str = model.config._attn_implementation
         self._context = ForwardContext(latent=latent)
+        self._hidden: Tensor | None = None
+        self._hook: Any = None
         self._refuse(model.config)
         _trust_no_padding(model)
         _register()
@@ -167,6 +169,25 @@ class Joint:
         """Give the model its previous attention back; the store is let go."""
         self._context.attention = self._context.store = self._context.batch = self._context.observe = None
         self._use(self._previous)
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = self._hidden = None
+
+    def keep_hidden(self) -> None:
+        """From now on, `take_hidden` gives what the head reads (until `detach`). Raises `Unsupported` without one."""
+        body = getattr(self.model, self.model.base_model_prefix, None)
+        if body is None or body is self.model:
+            raise Unsupported(f"{type(self.model).__name__} has no body of its own whose hidden states could be read")
+        if self._hook is None:
+            self._hook = body.register_forward_hook(self._see_hidden)
+
+    def take_hidden(self) -> Tensor | None:
+        """`[T, D]` of the last forward: the body's output, after its last norm; `None` unless they are kept."""
+        hidden, self._hidden = self._hidden, None
+        return hidden
+
+    def _see_hidden(self, module: Any, arguments: Any, output: Any) -> None:
+        self._hidden = output[0].flatten(0, 1)
 
     def evict(self, evictions: list[Eviction]) -> None:
         """Let the attached store carry out what its space decided."""

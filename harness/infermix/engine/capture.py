@@ -32,12 +32,13 @@ def capture(
     next_ids: Tensor,
     selector: TokenSelector,
     query_lens: tuple[int, ...],
+    trees: bool = False,
 ) -> dict[str, Any]:
     """Give `runner` its graphs; returns what was captured, or the reasons, for the record."""
     refusal = why_not_captured(build, space.recompute)
     if refusal:
         return {"captured": 0, "reason": refusal}
-    graphs = StepGraphs(joint, shape, next_ids, build.max_num_seqs, query_lens, selector)
+    graphs = StepGraphs(joint, shape, next_ids, build.max_num_seqs, query_lens, selector, trees)
     refusal = _captured_all(build, "capture", graphs)
     if refusal:
         return {"captured": 0, "reason": refusal}

@@ -55,9 +55,11 @@ def context_buckets(max_model_len: int) -> list[int]:
     return [*sizes, max_model_len]
 
 
-def _fields(batch: int, query_len: int, tables: int, width: int) -> list[FieldSpec]:
+def _fields(batch: int, query_len: int, tables: int, width: int, trees: bool) -> list[FieldSpec]:
     tokens = batch * query_len
+    mask: list[FieldSpec] = [("tree_mask", np.int64, (tokens,))] if trees else []
     return [
+        *mask,
         ("host_ids", np.int64, (tokens,)),
         ("positions", np.int64, (tokens,)),
         ("slots", np.int64, (tables, tokens)),
@@ -70,9 +72,12 @@ def _fields(batch: int, query_len: int, tables: int, width: int) -> list[FieldSp
 class StepBuffers:
     """Host stages and device tensors of one (batch, query length): filled in place, copied in one piece."""
 
-    def __init__(self, batch: int, query_len: int, shape: KVShape, sink_lane: int, device: torch.device) -> None:
+    def __init__(
+        self, batch: int, query_len: int, shape: KVShape, sink_lane: int, device: torch.device, trees: bool = False
+    ) -> None:
         self.batch, self.query_len, self.shape, self._sink_lane = batch, query_len, shape, sink_lane
-        self._fields = StagedFields(_fields(batch, query_len, shape.num_tables, shape.blocks_per_seq), device)
+        self._trees = trees
+        self._fields = StagedFields(_fields(batch, query_len, shape.num_tables, shape.blocks_per_seq, trees), device)
         self._sinks = sink_blocks(shape)
         self.device = self._fields.device
         for host in self._fields.stages:
@@ -95,8 +100,10 @@ class StepBuffers:
         holes = len(entries) < len(rows)
         self._pad(host, 0 if holes else len(rows))
         where = [row for row, entry in enumerate(rows) if entry is not None] if holes else slice(0, len(rows))
-        packed = arrange([_packed(entry) for entry in entries], space, self.shape)
+        packed = arrange([_packed(entry) for entry in entries], space, self.shape, trees=self._trees)
         by_row = (len(entries), self.query_len)
+        if packed.tree_mask is not None:
+            host["tree_mask"].reshape(-1, self.query_len)[where] = packed.tree_mask.reshape(by_row)
         host["host_ids"].reshape(-1, self.query_len)[where] = packed.ids.reshape(by_row)
         host["positions"].reshape(-1, self.query_len)[where] = packed.positions.reshape(by_row)
         host["lanes"][where] = [entry.sequence.lane for entry in entries]
@@ -127,6 +134,7 @@ class StepBuffers:
             query_len=self.query_len,
             context_capacity=context,
             tables=tables,
+            tree_mask=self.device["tree_mask"] if self._trees else None,
         )
 
 
@@ -140,15 +148,16 @@ def _packed(entry: Scheduled) -> PackEntry:
     seq, start = entry.sequence, entry.sequence.num_computed
     known = seq.tokens[start : start + entry.num_own_tokens]
     in_flight = entry.num_own_tokens - len(known)
-    return PackEntry(seq.seq_id, [*known, *[-1] * in_flight, *entry.draft_ids], start)
+    return PackEntry(seq.seq_id, [*known, *[-1] * in_flight, *entry.draft_ids], start, entry.draft_parents)
 
 
 @dataclass(slots=True)
 class CapturedStep:
     """A graph and every tensor that it reads or writes by address: `batch` must live as long as the graph.
 
-    `logits [batch * query_len, V]`, `token_lanes [batch * query_len]` and `most_likely` (the token of the largest
-    logit, `None` for longer queries than one) hold the last replay's results.
+    `logits [batch * query_len, V]`, `token_lanes [batch * query_len]`, `most_likely` (the token of the largest
+    logit, `None` for longer queries than one) and `hidden [batch * query_len, D]` (`None` unless a decoder reads it)
+    hold the last replay's results.
     """
 
     graph: torch.cuda.CUDAGraph
@@ -157,6 +166,7 @@ class CapturedStep:
     logits: Tensor
     token_lanes: Tensor
     most_likely: Tensor | None
+    hidden: Tensor | None = None
 
 
 @contextmanager
@@ -194,7 +204,8 @@ def captured(work: Callable[[], T], pool: Any) -> tuple[torch.cuda.CUDAGraph, T]
 class StepGraphs:
     """Captured steps of one engine. `next_ids` is the sampler's device table, read inside the graph.
 
-    Batches end at the sequences that the KV can hold at once, which may be fewer than the engine has lanes.
+    Batches end at the sequences that the KV can hold at once, which may be fewer than the engine has lanes. With
+    `trees`, steps of longer queries than one read a tree mask.
     """
 
     def __init__(
@@ -205,7 +216,9 @@ class StepGraphs:
         max_num_seqs: int,
         query_lens: Sequence[int] = (1,),
         selector: TokenSelector = TorchSelector(),
+        trees: bool = False,
     ) -> None:
+        self._trees = trees
         self._joint, self._shape, self._next_ids = joint, shape, next_ids
         self._max_num_seqs = max_num_seqs
         self._query_lens, self._selector = tuple(query_lens), selector
@@ -243,15 +256,16 @@ class StepGraphs:
         shared = (key.batch, key.query_len)
         if shared not in self._buffers:
             device = self._next_ids.device
-            self._buffers[shared] = StepBuffers(*shared, self._shape, self._max_num_seqs, device)
+            trees = self._trees and key.query_len > 1
+            self._buffers[shared] = StepBuffers(*shared, self._shape, self._max_num_seqs, device, trees)
         buffers = self._buffers[shared]
         batch = buffers.as_batch(key.context)
         graph, outputs = captured(lambda: self._step(buffers, batch), self.pool)
         self.pool = self.pool or graph.pool()
         return CapturedStep(graph, buffers, batch, *outputs)
 
-    def _step(self, buffers: StepBuffers, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Logits of every token of the step, the lane of each, and their most likely tokens.
+    def _step(self, buffers: StepBuffers, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Logits of every token of the step, the lane of each, their most likely tokens, hidden states.
 
         A token in flight comes from the device.
         """
@@ -259,4 +273,5 @@ class StepGraphs:
         lanes = buffers.device["lanes"][:, None].expand(-1, buffers.query_len).reshape(-1)
         batch.input_ids.copy_(torch.where(host_ids < 0, self._next_ids[lanes], host_ids))
         logits = self._joint.forward(batch)
-        return logits, lanes, self._selector.greedy(logits) if buffers.query_len == 1 else None
+        most_likely = self._selector.greedy(logits) if buffers.query_len == 1 else None
+        return logits, lanes, most_likely, self._joint.take_hidden()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from infermix.engine.forks import requests_of_outputs, share_kv
+from infermix.engine.kept_paths import KeptPaths
 from infermix.engine.kv_counters import KVCounters
 from infermix.engine.scoring import Scorer
 from infermix.engine.step_times import StepTimes
@@ -61,6 +62,7 @@ class NativeEngine:
         self._scheduler, self._decoder, self._lanes = scheduler, decoder, lanes
         self._lag, self._swapper = lag, swapper
         self._kv = KVCounters(space)
+        self._paths = KeptPaths(space, store, shape)
         self._register = getattr(space, "register", None)
         self._forked: list[Sequence] = []
         self._siblings: dict[int, list[Sequence]] = {}
@@ -287,6 +289,7 @@ class NativeEngine:
             event = self._commit_one(emission, now)
             if event is not None:
                 events.append(event)
+        self._paths.move()
         return events
 
     def _commit_one(self, emission: Emission, now: int) -> TokenEvent | None:
@@ -306,6 +309,7 @@ class NativeEngine:
         if emission.num_drafts and sequence.finish_reason is None:
             # The launch counted the sequence's own tokens; of the drafts behind them only the accepted ones stay.
             sequence.num_computed += len(kept) - 1
+            self._paths.book(sequence, emission.path[: len(kept) - 1])
             self._space.truncate(sequence.seq_id, sequence.num_computed)
         reason, request_id = sequence.finish_reason, sequence.request.request_id
         return TokenEvent(request_id, tuple(kept), now, reason, sequence.output)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
+from infermix.engine.branches import branches
 from infermix.roles.batch import Batch, GroupBatch
 
 if TYPE_CHECKING:
@@ -20,18 +21,23 @@ _ALIGNED_BYTES = 16
 
 
 class PackEntry(NamedTuple):
-    """One sequence of a step: its new tokens, and how many tokens are in the cache before them."""
+    """One sequence of a step: its new tokens, and how many tokens are in the cache before them.
+
+    The last `len(parents)` of them form a tree (`Scheduled.draft_parents`).
+    """
 
     seq_id: int
     token_ids: Sequence[int]
     num_computed: int
+    parents: tuple[int, ...] = ()
 
 
 class Packed(NamedTuple):
     """A packed step on the host: `ids`, `positions [T]`, `query`, `context [B]`, `starts [B + 1]`, all int64.
 
     `context` counts what is cached: a layout may have dropped tokens (`KVSpace.place`). Per block table
-    `tables [B, W]` int32, as wide as the longest context, and `slots [T]` int64.
+    `tables [B, W]` int32, as wide as the longest context, and `slots [T]` int64. `tree_mask [T]` int64 is `None`
+    where no drafts form a tree.
     """
 
     ids: np.ndarray
@@ -41,10 +47,14 @@ class Packed(NamedTuple):
     starts: np.ndarray
     tables: list[np.ndarray]
     slots: list[np.ndarray]
+    tree_mask: np.ndarray | None = None
 
 
-def arrange(entries: Sequence[PackEntry], space: KVSpace, shape: KVShape) -> Packed:
-    """Entries in order as flat arrays; blocks for every token must be reserved in `space`."""
+def arrange(entries: Sequence[PackEntry], space: KVSpace, shape: KVShape, *, trees: bool = False) -> Packed:
+    """Entries in order as flat arrays; blocks for every token must be reserved in `space`.
+
+    With `trees` there is a tree mask whether any drafts form a tree or not.
+    """
     query = np.fromiter((len(entry.token_ids) for entry in entries), np.int64, len(entries))
     computed = np.fromiter((entry.num_computed for entry in entries), np.int64, len(entries))
     place = getattr(space, "place", None)
@@ -59,7 +69,10 @@ def arrange(entries: Sequence[PackEntry], space: KVSpace, shape: KVShape) -> Pac
     places = positions - dropped[owner]
     tables = [_block_tables(entries, context, space, shape, number) for number in range(shape.num_tables)]
     slots = [_slots(table, owner, places, shape.block_size) for table in tables]
-    return Packed(ids, positions, query, context, starts, tables, slots)
+    if not trees and not any(entry.parents for entry in entries):
+        return Packed(ids, positions, query, context, starts, tables, slots)
+    depths, mask = branches(entries)
+    return Packed(ids, computed[owner] + depths, query, context, starts, tables, slots, mask)
 
 
 def pack(
@@ -79,9 +92,12 @@ def pack(
     packed = arrange(entries, space, shape)
     starts, context, tables = packed.starts, packed.context, packed.tables
     rows = _rows(starts, logits_rows, all_logits)
-    wide = _to_device([packed.ids, packed.positions, rows, *packed.slots], np.int64, torch.device(device))
+    fields = [packed.ids, packed.positions, rows, *packed.slots]
+    if packed.tree_mask is not None:
+        fields.append(packed.tree_mask)
+    wide = _to_device(fields, np.int64, torch.device(device))
     narrow = _to_device([starts, context, *tables], np.int32, torch.device(device))
-    by_table = tuple(GroupBatch(*pair) for pair in zip(wide[3:], narrow[2:], strict=True))
+    by_table = tuple(GroupBatch(*pair) for pair in zip(wide[3 : 3 + len(tables)], narrow[2:], strict=True))
     query_lens = tuple(packed.query.tolist())
     return Batch(
         input_ids=wide[0],
@@ -98,6 +114,7 @@ def pack(
         tables=by_table,
         host_logits_rows=tuple(rows.tolist()),
         state_slots=_state_slots(entries, space) if shape.states else None,
+        tree_mask=None if packed.tree_mask is None else wide[-1],
     )
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from infermix.engine.branches import draft_depths
 from infermix.engine.packing import PackEntry, num_dropped, pack
 from infermix.engine.pieces import last_pieces
 from infermix.errors import Unsupported
@@ -62,7 +63,7 @@ class ModelRunner:
         limit = self._shape.max_query_len
         if limit is None or all(entry.num_new_tokens <= limit for entry in plan.entries):
             return self._forward(plan.entries, want)
-        if want.all_logits or want.hidden_layers:
+        if want.all_logits or want.hidden:
             raise Unsupported(
                 f"the KV layout takes {limit} new tokens of a sequence at once when all rows are wanted"
             )
@@ -139,7 +140,6 @@ class ModelRunner:
         return Forward(step.logits[:count], sequences, step.lanes[:count], most_likely=step.most_likely[:count])
 
     def _replay(self, step: CapturedStep, rows: Sequence[Scheduled | None], want: Want) -> Forward:
-        assert not want.hidden_layers, "hidden states do not come out of captured steps"
         step.buffers.fill(rows, self._space)
         step.graph.replay()
         kept, sequences = _kept_rows(rows, step.buffers.query_len, want)
@@ -152,7 +152,14 @@ class ModelRunner:
             logits, lanes, ids = (None if each is None else each.index_select(0, index) for each in outputs)
         assert logits is not None
         assert lanes is not None
-        return Forward(logits, sequences, lanes, positions, most_likely=ids)
+        forward = Forward(logits, sequences, lanes, positions, most_likely=ids)
+        if want.hidden:
+            assert step.hidden is not None
+            forward.hidden, forward.hidden_rows = step.hidden, kept
+            owners = (entry.sequence.seq_id if entry else None for entry in rows)
+            starts = {seq_id: row * step.buffers.query_len for row, seq_id in enumerate(owners) if seq_id is not None}
+            forward.first_rows = starts
+        return forward
 
     def _eager(self, entries: Sequence[Scheduled], want: Want) -> Forward:
         device = self._next_ids.device
@@ -164,7 +171,16 @@ class ModelRunner:
         self._feed_sampled(batch, entries)
         logits = self._joint.forward(batch)
         lanes = _to_device([seq.lane for seq in sequences], device)
-        return Forward(logits, sequences, lanes, _positions(entries, want))
+        forward = Forward(logits, sequences, lanes, _positions(entries, want))
+        hidden = self._joint.take_hidden()
+        if want.hidden:
+            assert hidden is not None
+            forward.hidden, forward.hidden_rows, forward.first_rows = hidden, rows, {}
+            first = 0
+            for entry, filled in zip(entries, packed, strict=True):
+                forward.first_rows[entry.sequence.seq_id] = first + len(filled.token_ids) - entry.num_new_tokens
+                first += len(filled.token_ids)
+        return forward
 
     def _start(self, entry: Scheduled) -> int:
         return 0 if self._space.recompute else entry.sequence.num_computed
@@ -175,7 +191,7 @@ class ModelRunner:
         start = self._start(entry)
         known = seq.tokens[start : stop - len(entry.draft_ids)]
         padding = [0] * (stop - start - len(known) - len(entry.draft_ids))
-        return PackEntry(seq.seq_id, [*known, *padding, *entry.draft_ids], start)
+        return PackEntry(seq.seq_id, [*known, *padding, *entry.draft_ids], start, entry.draft_parents)
 
     def _feed_sampled(self, batch: Batch, entries: Sequence[Scheduled]) -> None:
         """Tokens still in flight are read from the device table; each is the last of its sequence before drafts."""
@@ -230,7 +246,20 @@ def _positions(entries: Sequence[Scheduled], want: Want) -> list[int] | None:
     """Position of the token that each row predicts; `None` where it is the sequence's next."""
     if not (want.all_logits or want.draft_logits):
         return None
-    return [entry.sequence.num_computed + offset + 1 for entry in entries for offset in _wanted_offsets(entry, want)]
+    return [
+        entry.sequence.num_computed + depth + 1
+        for entry in entries
+        for depth in _depths(entry, _wanted_offsets(entry, want))
+    ]
+
+
+def _depths(entry: Scheduled, offsets: Sequence[int]) -> Sequence[int]:
+    """How far new tokens lie behind what is cached: their offsets, but for drafts in a tree."""
+    if not entry.draft_parents:
+        return offsets
+    own = entry.num_own_tokens
+    depths = draft_depths(entry.draft_parents)
+    return [offset if offset < own else own - 1 + depths[offset - own] for offset in offsets]
 
 
 def _to_device(values: Sequence[int], device: torch.device) -> Tensor:

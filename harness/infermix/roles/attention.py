@@ -67,7 +67,8 @@ class AttentionBackend(Protocol):
     reads: tuple[type, ...]
 
     def forward(self, q: Tensor, view: View, batch: Batch, layer: LayerSpec) -> Tensor:
-        """`q [T, H, Dk]` -> `[T, H, Dv]`; causal; rows of padded sequences come back as zeros.
+        """`q [T, H, Dk]` -> `[T, H, Dv]`; causal, or what `batch.tree_mask` says where a backend provides
+        `attn:tree_mask`; rows of padded sequences come back as zeros.
 
         Raises `Unsupported` for anything in `layer` that it does not implement.
         """

@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
+#: Most new tokens of a sequence whose drafts form a tree: the bits of a row of `Batch.tree_mask`.
+MAX_TREE_TOKENS = 64
+
 
 @dataclass(slots=True)
 class GroupBatch:
@@ -39,6 +42,9 @@ class Batch:
       captured step, where row i of such a layout is sequence i (`KVSpace.fixed_rows`).
     - `state_slots`: slots of each sequence's recurrent states on the host, for layouts that keep any. The state after
       n tokens lies in slot n modulo their number.
+    - `tree_mask [T]` int64 where drafts form trees, else `None`: bit j of a token says that it sees new token j of
+      its sequence; all that was cached before is seen. Such tokens have the positions of their depth. A sequence of
+      more than `MAX_TREE_TOKENS` new tokens is causal whatever its bits say.
     - `extra`: what parts compute once per forward (masks, gather indices) and share between layers.
     """
 
@@ -56,6 +62,7 @@ class Batch:
     tables: tuple[GroupBatch, ...] = ()
     host_logits_rows: tuple[int, ...] | None = None
     state_slots: tuple[tuple[int, ...], ...] | None = None
+    tree_mask: Tensor | None = None
     extra: dict[Any, Any] = field(default_factory=dict)
 
     @property

@@ -32,26 +32,28 @@ class Emission:
     """Tokens that one sequence gained in one step, in order.
 
     `num_drafts` are the draft tokens that the step put into the KV behind the sequence's own: the first
-    `len(token_ids) - 1` of them were accepted, the engine cuts the rest away.
+    `len(token_ids) - 1` of them were accepted, the engine cuts the rest away. Of drafts in a tree, `path` names those
+    that were accepted, by index and in order; the engine then moves their K and V to the front.
     """
 
     sequence: Sequence
     token_ids: tuple[int, ...]
     num_drafts: int = 0
+    path: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """What a forward returns beside the last-row logits: more rows, hidden states of some layers, scores.
+    """What a forward returns beside the last-row logits: more rows, hidden states.
 
     `all_logits`: one row per new token. `draft_logits`: of a sequence whose last own token is processed by the step,
-    that token's row and one per draft behind it.
+    that token's row and one per draft behind it. `hidden`: what the model's head reads, of every new token; only for
+    a decoder that says `reads_hidden`.
     """
 
     all_logits: bool = False
     draft_logits: bool = False
-    hidden_layers: tuple[int, ...] = ()
-    attention_scores: bool = False
+    hidden: bool = False
 
 
 @dataclass(slots=True)
@@ -61,14 +63,19 @@ class Forward:
     With `all_logits` or `draft_logits` a sequence has several rows, one per token in order; `positions[i]` is then
     the position of the token that row i predicts (otherwise it is the sequence's next one). `most_likely [R]` int64
     is the token of each row's largest logit where the step found it already (captured steps of last rows alone).
+
+    `hidden [N, D]`, where wanted, has the new tokens of a sequence side by side from `first_rows[seq_id]` on, and row
+    i of `logits` comes from its row `hidden_rows[i]`. It may be overwritten by the next forward.
     """
 
     logits: Tensor
     sequences: list[Sequence]
     lanes: Tensor
     positions: list[int] | None = None
-    hidden: dict[int, Tensor] | None = None
     most_likely: Tensor | None = None
+    hidden: Tensor | None = None
+    hidden_rows: list[int] | None = None
+    first_rows: dict[int, int] | None = None
 
 
 class Runner(Protocol):
@@ -145,6 +152,9 @@ class Decoder(Protocol):
       verification row of n drafts has query length n + 1.
     - `reads_tokens: bool`, whether the next launch depends on tokens of the last step (drafts from the text do): the
       engine then collects a step before it launches the next; `False`.
+    - `reads_hidden: bool`, whether it asks forwards for hidden states (`Want.hidden`); `False`.
+    - `draft_trees: bool`, whether its drafts may form trees (`Scheduled.draft_parents`); it then needs `kv:move` and
+      `attn:tree_mask`; `False`.
     - `counters() -> dict[str, float]`, cumulative figures for the record; and `reset()`, all requests are dropped.
     - `details: Mapping[str, Any]`, what was chosen when it was built, for the record; nothing.
     - `forget(sequence)`, the sequence ended or lost its KV.

@@ -179,6 +179,10 @@ class KVStore(Protocol):
     A store with `forgets = True` holds K and V of one layer at a time: a layer that shares those of another writes
     them again, under the other's index.
 
+    A store of a layout that provides `kv:move` has `move(table, sources, targets)`: copy what slots `sources` hold in
+    every layer whose group uses block table `table` to slots `targets` (lists of slot numbers); all sources are read
+    before anything is written.
+
     Optional methods of a store that drops tokens by their attention scores:
 
     - `observe(layer: LayerSpec, q, batch, group)`, called in every layer after `write` and before attention with the

@@ -15,12 +15,14 @@ class Scheduled:
     """A sequence and how many new tokens it gets in this step.
 
     `draft_ids` are tokens that a decoder proposes behind those that the sequence knows or has in flight; they count
-    in `num_new_tokens` (1 + drafts for a verification row). Schedulers leave them empty.
+    in `num_new_tokens` (1 + drafts for a verification row). Schedulers leave them empty. Drafts that form a tree say
+    of each which draft it follows (an earlier one; -1: the last own token) in `draft_parents`; empty: one line.
     """
 
     sequence: Sequence
     num_new_tokens: int
     draft_ids: tuple[int, ...] = ()
+    draft_parents: tuple[int, ...] = ()
 
     @property
     def num_own_tokens(self) -> int:

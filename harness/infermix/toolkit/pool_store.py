@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -64,13 +65,16 @@ class PoolStore(BlockStore):
         self.shape = shape
         self._pools: dict[int, tuple[Tensor, Tensor]] = {}
         self._slots: dict[int, tuple[Tensor, ...]] = {}
+        #: Per KV group `[layers, blocks, block_size, Hkv, D]`, keys and then values.
+        self._stacks: list[list[Tensor]] = []
         for index, group in enumerate(shape.groups):
             slots = shape.blocks_of(shape.table_of(index)) + 1, shape.block_size
             dims = (group.key_dim,) if group.shared_values else (group.key_dim, group.value_dim)
-            parts = [
-                self._allocate((len(group.layers), *slots, group.num_kv_heads, dim), device, dtype).unbind()
-                for dim in dims
+            stacks = [
+                self._allocate((len(group.layers), *slots, group.num_kv_heads, dim), device, dtype) for dim in dims
             ]
+            self._stacks.append(stacks)
+            parts = [stack.unbind() for stack in stacks]
             for layer, own in zip(group.layers, zip(*parts, strict=True), strict=True):
                 self._pools[layer] = own[0], own[1] if len(own) > 1 else own[0][..., : group.value_dim]
                 self._slots[layer] = tuple(part.flatten(0, 1) for part in own)
@@ -85,6 +89,18 @@ class PoolStore(BlockStore):
     def write(self, layer_idx: int, k: Tensor, v: Tensor, batch: Batch, group: GroupBatch) -> None:
         for pool, new in zip(self._slots[layer_idx], (k, v), strict=False):
             pool.index_copy_(0, group.slot_mapping, new)
+
+    def move(self, table: int, sources: list[int], targets: list[int]) -> None:
+        for stack in self._stacks_of(table):
+            rows = stack.flatten(1, 2)
+            read, write = torch.tensor([sources, targets]).to(stack.device, non_blocking=True)
+            rows.index_copy_(1, write, rows.index_select(1, read))
+
+    def _stacks_of(self, table: int) -> Iterator[Tensor]:
+        """Of layers whose KV group uses block table `table`."""
+        for index, stacks in enumerate(self._stacks):
+            if self.shape.table_of(index) == table:
+                yield from stacks
 
     def pools(self, layer_idx: int) -> KVPools:
         return KVPools(*self._pools[layer_idx])

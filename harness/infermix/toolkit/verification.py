@@ -42,6 +42,8 @@ class Proposer(Protocol):
 class AcceptanceCounters:
     """Cumulative figures of drafting: verifications, drafts and acceptances, in all and by draft position.
 
+    Of a tree, a position is a depth, drafted once however many drafts it has.
+
     With a clock also the seconds spent in `drafting`: those of the device only where that block ends by reading it.
     """
 
@@ -50,11 +52,14 @@ class AcceptanceCounters:
     verifications: int = 0
     target_forwards: int = 0
     emitted: int = 0
+    beside: int = 0
     drafted_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
 
-    def count(self, num_drafts: int, num_accepted: int) -> None:
+    def count(self, num_drafts: int, num_accepted: int, num_beside: int = 0) -> None:
+        """One verification of `num_drafts` positions, with `num_beside` more drafts for some of them."""
         self.verifications += 1
+        self.beside += num_beside
         self.emitted += num_accepted + 1
         missing = num_drafts - len(self.drafted_at)
         if missing > 0:
@@ -78,7 +83,7 @@ class AcceptanceCounters:
             "verifications": self.verifications,
             "target_forwards": self.target_forwards,
             "verified_tokens": self.emitted,
-            "draft_tokens": sum(self.drafted_at),
+            "draft_tokens": sum(self.drafted_at) + self.beside,
             "accepted_draft_tokens": sum(self.accepted_at),
         }
         by_position = {
@@ -107,8 +112,13 @@ class Drafted:
         return self.entry.draft_ids
 
 
-def with_drafts(entry: Scheduled, drafts: Seq[int], runner: Runner, filled_to: int = 0) -> Drafted:
-    """The entry with `drafts` behind its own tokens, fewer when the KV has no room; filled up to `filled_to`."""
+def with_drafts(
+    entry: Scheduled, drafts: Seq[int], runner: Runner, filled_to: int = 0, parents: Seq[int] = ()
+) -> Drafted:
+    """The entry with `drafts` behind its own tokens, none when the KV has no room; filled up to `filled_to`.
+
+    With `parents` the drafts form a tree, and what fills up hangs on the last own token.
+    """
     sequence = entry.sequence
     end = sequence.num_computed + entry.num_new_tokens
     wanted = max(len(drafts), filled_to)
@@ -116,7 +126,8 @@ def with_drafts(entry: Scheduled, drafts: Seq[int], runner: Runner, filled_to: i
         wanted = 0
     kept = tuple(drafts[:wanted])
     filled = kept + (0,) * (wanted - len(kept))
-    return Drafted(Scheduled(sequence, entry.num_new_tokens + wanted, filled), len(kept))
+    tree = (*parents[: len(kept)], *[-1] * (wanted - len(kept))) if parents else ()
+    return Drafted(Scheduled(sequence, entry.num_new_tokens + wanted, filled, tree), len(kept))
 
 
 def completes(entry: Scheduled) -> bool:

@@ -35,7 +35,7 @@ HEADS = ((4, 4), (4, 2), (6, 2), (5, 1))
 
 
 @dataclass(frozen=True)
-class _Case:
+class AttentionCase:
     """One call: K and V per sequence (`[c, Hkv, D]`), the new queries `[T, H, Dk]`, and what the layer asks for."""
 
     query_lens: tuple[int, ...]
@@ -66,14 +66,18 @@ def check_attention(
     dtype = DTYPES[usable_dtype(needs) or "float32"]
     generator = torch.Generator().manual_seed(seed)
     count = 0
-    for layer in _layers(provided):
+    for layer in layers_of(provided):
         for query_lens, context_lens in LENGTHS:
-            case = _draw(layer, query_lens, context_lens, generator, machine.device, dtype)
-            for view_name, block_size in _views(needs, block_sizes):
+            case = draw_case(layer, query_lens, context_lens, generator, machine.device, dtype)
+            for view_name, block_size in views_of(needs, block_sizes):
                 check_case(backend, case, view_name, block_size, capture="graph:no" not in provided)
                 if "graph:mixed" in provided and view_name == "paged":
                     _check_mixed(backend, case, block_size)
                 count += 1
+    if "attn:tree_mask" in provided:
+        from infermix.toolkit.conformance.attention_tree import check_trees
+
+        count += check_trees(backend, needs, provided, machine.device, dtype, generator)
     _check_refusals(backend, provided, machine.device, dtype, generator)
     return count
 
@@ -87,8 +91,8 @@ def check_case(backend: AttentionBackend, case: Any, view_name: str, block_size:
     if view_name == "quantized":
         case = replace(case, keys=list(map(_rounded, case.keys)), values=list(map(_rounded, case.values)))
     expected = reference_attention(case)
-    view, batch = _pack(case, view_name, block_size, captured=False)
-    compare(backend.forward(case.q, view, batch, case.layer), expected, label, _slack(view_name, case.q.dtype))
+    view, batch = pack_case(case, view_name, block_size, captured=False)
+    compare(backend.forward(case.q, view, batch, case.layer), expected, label, slack_of(view_name, case.q.dtype))
     if capture and len(set(case.query_lens)) == 1 and view_name != "ragged":
         _check_captured(backend, case, view_name, block_size, expected, label)
 
@@ -107,7 +111,7 @@ def tolerance(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps * (16 if dtype == torch.float32 else 4)
 
 
-def _slack(view_name: str, dtype: torch.dtype) -> float:
+def slack_of(view_name: str, dtype: torch.dtype) -> float:
     """Integer keys may be multiplied with a bias on them that is taken off the scores.
 
     The Triton kernels keep int8 as 1152 + value; nine times the size of a value is nine times the rounding.
@@ -123,7 +127,7 @@ def compare(out: Tensor, expected: Tensor, label: str, slack: float = 1.0) -> No
     assert error <= limit, f"{label}: off by {error:.3g}, allowed {limit:.3g}"
 
 
-def _layers(provided: frozenset[str]) -> Iterator[LayerSpec]:
+def layers_of(provided: frozenset[str]) -> Iterator[LayerSpec]:
     dims = [(dim, dim) for dim in (64, 80, 128) if meets(f"head_dim:{dim}", provided)]
     if "head_dim:*" in provided:
         dims += [(24, 16)]
@@ -140,7 +144,7 @@ def _layers(provided: frozenset[str]) -> Iterator[LayerSpec]:
         yield replace(plain, window=6, softcap=3.0, sinks=torch.linspace(0, 1, 4))
 
 
-def _views(needs: frozenset[str], block_sizes: Sequence[int]) -> Iterator[tuple[str, int]]:
+def views_of(needs: frozenset[str], block_sizes: Sequence[int]) -> Iterator[tuple[str, int]]:
     """Every view that `needs` accepts; a backend that reads dense ones reads paged ones through the gather."""
     accepted = {name for need in needs if need.startswith("view:") for name in need.split("|")}
     if "view:ragged" in accepted:
@@ -153,20 +157,20 @@ def _views(needs: frozenset[str], block_sizes: Sequence[int]) -> Iterator[tuple[
         yield from (("quantized", size) for size in block_sizes)
 
 
-def _draw(
+def draw_case(
     layer: LayerSpec,
     query_lens: tuple[int, ...],
     context_lens: tuple[int, ...],
     generator: torch.Generator,
     device: str,
     dtype: torch.dtype,
-) -> _Case:
+) -> AttentionCase:
     def normal(*size: int) -> Tensor:
         return torch.randn(size, generator=generator).to(device, dtype)
 
     if layer.sinks is not None:
         layer = replace(layer, sinks=layer.sinks.to(device, dtype))
-    return _Case(
+    return AttentionCase(
         query_lens,
         context_lens,
         layer,
@@ -176,7 +180,9 @@ def _draw(
     )
 
 
-def _pack(case: _Case, view_name: str, block_size: int, captured: bool, padding: int = 0) -> tuple[View, Batch]:
+def pack_case(
+    case: AttentionCase, view_name: str, block_size: int, captured: bool, padding: int = 0
+) -> tuple[View, Batch]:
     """The view, NaN wherever nothing was written, and its batch with `padding` empty rows behind."""
     capacity = case.capacity
     paged = view_name in ("paged", "quantized")
@@ -245,28 +251,28 @@ def _fill_quantized(
 
 
 def _check_captured(
-    backend: AttentionBackend, case: _Case, view_name: str, block_size: int, expected: Tensor, label: str
+    backend: AttentionBackend, case: AttentionCase, view_name: str, block_size: int, expected: Tensor, label: str
 ) -> None:
     """The same sequences with two padded rows; first at contexts of 1, then updated in place, as a replay does."""
     query_len = case.query_lens[0]
-    view, batch = _pack(case, view_name, block_size, captured=True, padding=2)
+    view, batch = pack_case(case, view_name, block_size, captured=True, padding=2)
     q = torch.cat((case.q, case.q.new_full((2 * query_len, *case.q.shape[1:]), float("nan"))))
     contexts = batch.context_lens.clone()
     batch.context_lens.copy_(contexts.clamp(max=query_len))
-    out, replay = _record(backend, q, view, batch, case.layer)
+    out, replay = record_step(backend, q, view, batch, case.layer)
     batch.context_lens.copy_(contexts)
     out = replay() if replay is not None else out
-    compare(out[: len(case.q)], expected, f"captured, {label}", _slack(view_name, out.dtype))
+    compare(out[: len(case.q)], expected, f"captured, {label}", slack_of(view_name, out.dtype))
     assert (out[len(case.q) :] == 0).all(), f"captured, {label}: padded rows are not zero"
 
 
-def _check_mixed(backend: AttentionBackend, case: _Case, block_size: int) -> None:
+def _check_mixed(backend: AttentionBackend, case: AttentionCase, block_size: int) -> None:
     """Any query lengths in a captured batch: padding tokens belong to a row of context 0, one more row is empty.
 
     First every context is as short as its queries, then the batch is updated in place, as a replay does.
     """
     label = f"captured mixed step, queries {case.query_lens}, contexts {case.context_lens}, {case.layer}"
-    view, batch = _pack(case, "paged", block_size, captured=False, padding=2)
+    view, batch = pack_case(case, "paged", block_size, captured=False, padding=2)
     assert isinstance(view, PagedView)
     tokens, padded = len(case.q), len(case.q) + 5
     lens = torch.tensor([0, *case.query_lens, 5, 0], device=case.q.device)
@@ -277,14 +283,16 @@ def _check_mixed(backend: AttentionBackend, case: _Case, block_size: int) -> Non
     q = torch.cat((case.q, case.q.new_full((5, *case.q.shape[1:]), float("nan"))))
     contexts = batch.context_lens.clone()
     batch.context_lens.copy_(torch.minimum(contexts, lens[1:].to(torch.int32)))
-    out, replay = _record(backend, q, view, batch, case.layer)
+    out, replay = record_step(backend, q, view, batch, case.layer)
     batch.context_lens.copy_(contexts)
     out = replay()
     compare(out[:tokens], reference_attention(case), label)
     assert (out[tokens:] == 0).all(), f"{label}: padding tokens are not zero"
 
 
-def _record(backend: AttentionBackend, q: Tensor, view: View, batch: Batch, layer: LayerSpec) -> tuple[Tensor, Any]:
+def record_step(
+    backend: AttentionBackend, q: Tensor, view: View, batch: Batch, layer: LayerSpec
+) -> tuple[Tensor, Any]:
     """The output and a function that runs the step again: a CUDA graph where there is a device, else a plain call."""
     out = backend.forward(q, view, batch, layer)
     if q.device.type != "cuda":
@@ -308,7 +316,7 @@ def _check_refusals(
     dtype: torch.dtype,
     generator: torch.Generator,
 ) -> None:
-    plain = next(_layers(provided))
+    plain = next(layers_of(provided))
     asked = {
         "attn:sliding_window": replace(plain, window=4),
         "attn:softcap": replace(plain, softcap=2.0),
@@ -317,8 +325,8 @@ def _check_refusals(
     for feature, layer in asked.items():
         if feature in provided:
             continue
-        case = _draw(layer, (1, 1), (9, 6), generator, device, dtype)
-        view, batch = _pack(case, "dense", 1, captured=False)
+        case = draw_case(layer, (1, 1), (9, 6), generator, device, dtype)
+        view, batch = pack_case(case, "dense", 1, captured=False)
         try:
             backend.forward(case.q, view, batch, case.layer)
         except Unsupported:

@@ -17,6 +17,7 @@ from infermix.roles.component import Component
 from infermix.roles.kv_space import KVBudget, KVGroup, KVLayout, KVShape
 from infermix.toolkit.conformance.batches import make_batch
 from infermix.toolkit.conformance.component import example_machine, example_model, machine_for
+from infermix.toolkit.conformance.kv_move import check_kv_move
 from infermix.toolkit.conformance.kv_swap import check_kv_swap
 
 #: Two groups of different shape and window, keys wider than values in the second.
@@ -63,6 +64,8 @@ def check_kv_layout(
     _check_full(layout, shape)
     if "kv:swap" in provided:
         check_kv_swap(layout, shape, device)
+    if "kv:move" in provided:
+        check_kv_move(KVLife(layout, shape, provided, random.Random(seed), device, component.kv_error(options)))
 
 
 def _shape(layout: KVLayout, provided: frozenset[str]) -> KVShape:

@@ -1,0 +1,228 @@
+"""Draft trees: several guesses per position, verified in one forward under a tree mask.
+
+Every node's row is drawn with the noise that plain decoding would use at its position, given its own branch. From the
+last own token the draws are followed down the tree as long as one of the guesses is what was drawn. So greedy and
+sampled requests get the very tokens of plain decoding, as with one line of certain drafts (`toolkit.verification`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from infermix.roles.batch import MAX_TREE_TOKENS
+from infermix.roles.decoder import Emission, Forward, Runner, Sampler, Want
+from infermix.roles.request import Sequence
+from infermix.roles.scheduler import Plan, Scheduled
+from infermix.toolkit.verification import (
+    AcceptanceCounters,
+    Drafted,
+    completes,
+    in_forward_order,
+    room_for_drafts,
+    with_drafts,
+)
+
+
+class DraftTree(NamedTuple):
+    """Guesses; `parents[i]` is the guess that guess i follows, an earlier one, or -1 for the text as it is."""
+
+    tokens: tuple[int, ...] = ()
+    parents: tuple[int, ...] = ()
+
+    def depths(self) -> list[int]:
+        """Of each guess, from 1."""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(1 if parent < 0 else depths[parent] + 1)
+        return depths
+
+    def first(self, count: int) -> DraftTree:
+        """A tree of its first guesses."""
+        return DraftTree(self.tokens[:count], self.parents[:count])
+
+    def branch(self, index: int) -> tuple[int, ...]:
+        """The tokens from the first guess of its branch down to guess `index`; none for -1."""
+        tokens: list[int] = []
+        while index >= 0:
+            tokens.append(self.tokens[index])
+            index = self.parents[index]
+        return tuple(reversed(tokens))
+
+
+@dataclass(slots=True)
+class Verified:
+    """What became of a sequence in a step: its new tokens (none inside a prompt) and the accepted guesses, in order.
+
+    `entry` is as it was launched, drafts included; its sequence does not hold `token_ids` yet.
+    """
+
+    entry: Scheduled
+    token_ids: tuple[int, ...] = ()
+    path: tuple[int, ...] = ()
+
+
+class TreeDrafter(Protocol):
+    """Guesses trees for several sequences at once.
+
+    `num_nodes` is the most that a tree has. With `reads_hidden` forwards bring hidden states.
+    """
+
+    num_nodes: int
+    reads_hidden: bool
+
+    def propose(self, sequences: Seq[Sequence], depths: Seq[int]) -> Seq[DraftTree]:
+        """A tree of at most that depth (>= 1) behind the tokens of each sequence; empty where nothing is known."""
+        ...
+
+    def observe(self, verified: Seq[Verified], forward: Forward) -> None:
+        """What the target made of a step, before its tokens are appended; also of steps without any guesses."""
+        ...
+
+    def forget(self, sequence: Sequence) -> None:
+        """The sequence ended or starts over."""
+        ...
+
+
+#: How draws become a path: row i of `draws` belongs to node i - 1, row 0 to the last own token.
+Accept = Callable[[DraftTree, Seq[int]], tuple[int, ...]]
+
+
+def equal_draws(tree: DraftTree, draws: Seq[int]) -> tuple[int, ...]:
+    """The guesses, in order, that are what was drawn in their place."""
+    places = {
+        (parent, token): index for index, (parent, token) in enumerate(zip(tree.parents, tree.tokens, strict=True))
+    }
+    path: list[int] = []
+    node = -1
+    while (node := places.get((node, draws[node + 1]), -1)) >= 0:
+        path.append(node)
+    return tuple(path)
+
+
+@dataclass(slots=True)
+class TreeTicket:
+    rows: list[Drafted]
+    emitting: list[Drafted]
+    ids: Tensor
+    forward: Forward
+    sampler: Sampler
+
+
+class TreeDecoder:
+    """Runs a `TreeDrafter` and verifies its trees; lossless.
+
+    With `uniform`, a step in which every sequence has one own token is filled up to `num_nodes`, so that it can be
+    replayed from a graph.
+    """
+
+    reads_tokens = True
+    draft_trees = True
+
+    def __init__(
+        self,
+        drafter: TreeDrafter,
+        max_depth: int,
+        max_model_len: int,
+        *,
+        uniform: bool,
+        clock_ns: Callable[[], int] | None = None,
+    ) -> None:
+        assert drafter.num_nodes < MAX_TREE_TOKENS, "the last own token needs a bit of the tree mask, too"
+        self._drafter, self._max_depth, self._max_model_len = drafter, max_depth, max_model_len
+        self._uniform = uniform
+        self._counters = AcceptanceCounters(clock_ns)
+        self.reads_hidden = drafter.reads_hidden
+        self.query_lens = (1, drafter.num_nodes + 1)
+
+    def launch(self, plan: Plan, runner: Runner, sampler: Sampler) -> TreeTicket:
+        rows = self._rows(plan, runner)
+        want = Want(draft_logits=True, hidden=self.reads_hidden)
+        forward = runner.forward(Plan([row.entry for row in rows]), want)
+        self._counters.target_forwards += 1
+        emitting = in_forward_order(rows, forward)
+        return TreeTicket(rows, emitting, self._draws(forward, emitting, sampler), forward, sampler)
+
+    def collect(self, ticket: TreeTicket) -> list[Emission]:
+        draws = ticket.ids.tolist()
+        verified: dict[int, Verified] = {}
+        first = 0
+        for row in ticket.emitting:
+            own = slice(first, first + len(row.drafts) + 1)
+            verified[row.entry.sequence.seq_id] = self._verify(row, draws[own], own, ticket)
+            first = own.stop
+        with self._counters.drafting():
+            every = [verified.get(row.entry.sequence.seq_id, Verified(row.entry)) for row in ticket.rows]
+            self._drafter.observe(every, ticket.forward)
+        return [
+            Emission(each.entry.sequence, each.token_ids, len(each.entry.draft_ids), each.path)
+            for each in verified.values()
+        ]
+
+    def counters(self) -> dict[str, float]:
+        return self._counters.as_counters()
+
+    def reset(self) -> None:
+        self._counters = AcceptanceCounters(self._counters.clock_ns)
+
+    def forget(self, sequence: Sequence) -> None:
+        self._drafter.forget(sequence)
+
+    def _draws(self, forward: Forward, emitting: Seq[Drafted], sampler: Sampler) -> Tensor:
+        if not emitting:
+            return torch.empty(0, dtype=torch.int64)
+        trees = [(tree_of(row), len(row.drafts)) for row in emitting]
+        return sampler.sample_rows(forward, [tree.branch(node) for tree, count in trees for node in range(-1, count)])
+
+    def _path(self, row: Drafted, draws: list[int], span: slice, ticket: TreeTicket) -> tuple[int, ...]:
+        """Which guesses stay; `span` are the row's rows among those of the forward."""
+        return equal_draws(tree_of(row).first(row.num_real), draws)
+
+    def _verify(self, row: Drafted, draws: list[int], span: slice, ticket: TreeTicket) -> Verified:
+        path = self._path(row, draws, span, ticket)
+        tokens = (*(row.drafts[node] for node in path), draws[path[-1] + 1 if path else 0])
+        depth = max(tree_of(row).first(row.num_real).depths(), default=0)
+        self._counters.count(depth, len(path), row.num_real - depth)
+        ticket.sampler.accept(row.entry.sequence, tokens)
+        return Verified(row.entry, tokens, path)
+
+    def _rows(self, plan: Plan, runner: Runner) -> list[Drafted]:
+        with self._counters.drafting():
+            trees = self._trees(plan)
+        decoding = all(entry.num_new_tokens == 1 and completes(entry) for entry in plan.entries)
+        filled_to = self._drafter.num_nodes if self._uniform and decoding and trees else 0
+        if any(self._room(entry) < filled_to for entry in plan.entries):
+            filled_to = 0
+        rows = []
+        for entry in plan.entries:
+            tree = trees.get(entry.sequence.seq_id, DraftTree())
+            rows.append(with_drafts(entry, tree.tokens, runner, filled_to, tree.parents or (-1,) * filled_to))
+        return rows
+
+    def _trees(self, plan: Plan) -> dict[int, DraftTree]:
+        """Those that are not empty, by sequence. Only behind a single own token: prompts get none."""
+        entries = [entry for entry in plan.entries if entry.num_new_tokens == 1 and completes(entry)]
+        depths = [room_for_drafts(entry.sequence, self._max_depth, self._max_model_len) for entry in entries]
+        wanted = [(entry, depth) for entry, depth in zip(entries, depths, strict=True) if depth]
+        if not wanted:
+            return {}
+        trees = self._drafter.propose([entry.sequence for entry, _ in wanted], [depth for _, depth in wanted])
+        kept = {
+            entry.sequence.seq_id: tree.first(self._room(entry))
+            for (entry, _), tree in zip(wanted, trees, strict=True)
+        }
+        return {seq_id: tree for seq_id, tree in kept.items() if tree.tokens}
+
+    def _room(self, entry: Scheduled) -> int:
+        """Slots behind the entry's own tokens."""
+        return self._max_model_len - entry.sequence.num_computed - entry.num_new_tokens
+
+
+def tree_of(row: Drafted) -> DraftTree:
+    """The tree of a row, what fills it up included."""
+    return DraftTree(row.drafts, row.entry.draft_parents)
