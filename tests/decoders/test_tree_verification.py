@@ -8,6 +8,7 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 import pytest
+import torch
 from decoding import generate, requests
 from infermix.engine import kept_paths
 from infermix.roles.component import Role
@@ -15,6 +16,7 @@ from infermix.roles.decoder import Forward
 from infermix.roles.request import Sequence
 from infermix.toolkit.conformance import example_machine, example_model
 from infermix.toolkit.tree_verification import DraftTree, TreeDecoder, Verified, equal_draws
+from uncaptured import LANES, uncaptured
 
 Build = Callable[..., Any]
 LAYOUTS: list[Any] = [("concat", {}), ("dense", {}), ("paged", {"block_size": 4})]
@@ -67,9 +69,9 @@ def with_oracle(engine: Any, truth: dict[str, list[int]], uniform: bool = False)
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS, ids=lambda each: each[0])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda each: "-".join(map(str, (each[0], *each[1].values()))))
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_same_tokens_as_plain_decoding(build_engine: Build, attention: str, layout: Any, scheduler: Any) -> None:
+def test_same_tokens_as_plain_decoding(build_engine: Build, layout: Any, scheduler: Any) -> None:
     wanted = requests({"temperature": 0.8, "repetition_penalty": 1.05})
+    attention = "eager" if scheduler[0] == "static" else "sdpa"
     parts = {"kv": layout, "attention": attention, "scheduler": scheduler}
     truth = generate(build_engine(parts=parts), wanted)
     engine = with_oracle(build_engine(parts=parts), truth)
@@ -83,6 +85,47 @@ def test_filled_steps(build_engine: Build) -> None:
     wanted = requests({})
     truth = generate(build_engine(), wanted)
     assert generate(with_oracle(build_engine(), truth, uniform=True), wanted) == truth
+
+
+@pytest.mark.parametrize("layout", ["dense", ("paged", {"block_size": 4})], ids=str)
+def test_steps_of_fixed_shape(build_engine: Build, layout: Any) -> None:
+    """Filled trees fit the buffers of a captured step, mask and hidden states included."""
+    wanted = requests({"temperature": 0.7}, count=5)
+    truth = generate(build_engine(), wanted)
+    engine = with_oracle(build_engine(parts={"kv": layout}, max_num_seqs=LANES), truth, uniform=True)
+    engine._decoder.reads_hidden = True
+    engine._joint.keep_hidden()
+    engine._runner.graphs = uncaptured(engine, (1, Oracle.num_nodes + 1), trees=True)
+    assert generate(engine, wanted) == truth
+    assert engine.report().counters["graph_steps"] > 5
+    assert engine.report().counters["accepted_draft_tokens"] > 5
+
+
+def test_hidden_states_are_what_the_head_reads(build_engine: Build) -> None:
+    """Of every forward and row: prompts in chunks, decodes, trees."""
+    wanted = requests({}, count=5)
+    scheduler = ("continuous", {"max_num_seqs": 4, "max_num_batched_tokens": 9, "chunked": True})
+    truth = generate(build_engine(), wanted)
+    engine = with_oracle(build_engine(parts={"scheduler": scheduler}), truth)
+    engine._decoder.reads_hidden = True
+    engine._joint.keep_hidden()
+    head = engine._joint.model.get_output_embeddings()
+    rows = []
+
+    def see(verified: Seq[Verified], forward: Forward) -> None:
+        assert forward.hidden is not None
+        assert forward.first_rows is not None
+        assert torch.allclose(head(forward.hidden[forward.hidden_rows]), forward.logits, atol=1e-5)
+        for each in verified:
+            own, first = each.entry.num_own_tokens, forward.first_rows[each.entry.sequence.seq_id]
+            if each.token_ids:
+                assert forward.hidden_rows is not None
+                assert first + own - 1 in forward.hidden_rows
+            rows.append(own)
+
+    engine._decoder._drafter.observe = see
+    assert generate(engine, wanted) == truth
+    assert max(rows) > 1
 
 
 def test_up_to_the_longest_length(build_engine: Build) -> None:

@@ -9,48 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from infermix.engine.graphs import CapturedStep, StepBuffers, StepGraphs, batch_buckets, context_buckets
+from infermix.engine.graphs import StepBuffers, batch_buckets, context_buckets
 from infermix.roles.scheduler import Plan
+from uncaptured import LANES, uncaptured
 from verification_rows import Rows, reference_model, rows_of, run
 
 Build = Callable[..., Any]
 QUERY_LENS = (1, 2, 5, 16)
 PAGED = ("paged", {"block_size": 4})
-LANES = 6
-
-
-class _Uncaptured:
-    """Runs the step where a graph would be replayed."""
-
-    def __init__(self, graphs: StepGraphs, step: CapturedStep) -> None:
-        self._graphs, self._step = graphs, step
-
-    def replay(self) -> None:
-        logits, lanes, most_likely, self._step.hidden = self._graphs._step(self._step.buffers, self._step.batch)
-        self._step.logits.copy_(logits)
-        self._step.token_lanes.copy_(lanes)
-        self._step.most_likely = most_likely
-
-
-def uncaptured(engine: Any, query_lens: tuple[int, ...], trees: bool = False) -> StepGraphs:
-    """`StepGraphs` whose steps are all there, without any graph."""
-    next_ids, vocab = engine._runner._next_ids, engine._runner.vocab_size
-    graphs = StepGraphs(engine._joint, engine._shape, next_ids, LANES, query_lens, trees=trees)
-    for key in graphs.wanted:
-        with_mask = trees and key.query_len > 1
-        buffers = StepBuffers(key.batch, key.query_len, engine._shape, LANES, next_ids.device, with_mask)
-        tokens = key.batch * key.query_len
-        step = CapturedStep(
-            None,
-            buffers,
-            buffers.as_batch(key.context),
-            torch.zeros(tokens, vocab),
-            torch.zeros(tokens).long(),  # type: ignore[arg-type]
-            None,
-        )
-        step.graph = _Uncaptured(graphs, step)  # type: ignore[assignment]
-        graphs._steps[key] = step
-    return graphs
 
 
 @pytest.fixture

@@ -126,9 +126,7 @@ def assemble(options: NativeOptions, context: EngineContext) -> NativeEngine:
                 exact=build.lossless(Role.ATTENTION) and build.lossless(Role.KV),
                 kv_error=build.kv_error(),
             )
-    joint.attach(attention, store)
-    if getattr(decoder, "reads_hidden", False):
-        joint.keep_hidden()
+    joint.attach(attention, store, keep_hidden=getattr(decoder, "reads_hidden", False))
     selector = build.transforms.selector or TorchSelector()
     sampler = TokenSampler(build.max_num_seqs, context.facts.vocab_size, build.device, loaded.eos_token_ids, selector)
     runner = ModelRunner(joint, space, store, shape, sampler.next_ids, context.facts.vocab_size)
@@ -137,9 +135,8 @@ def assemble(options: NativeOptions, context: EngineContext) -> NativeEngine:
             warm_up(joint, space, shape)
     with build.phase("capture"):
         build.report.graphs = capture(
-            build, runner, joint, shape, space, sampler.next_ids, selector, _query_lens(decoder),
-            trees=getattr(decoder, "draft_trees", False),
-        )  # fmt: skip
+            build, runner, joint, shape, space, sampler.next_ids, selector, *_captured_shapes(decoder)
+        )
     scheduler = build.part(Role.SCHEDULER, build.max_num_seqs)
     _report_parts(build, attention, layout, space, store, scheduler, decoder, shape)
     return NativeEngine(
@@ -198,6 +195,11 @@ def _lag(build: Assembly, decoder: Any) -> int:
 def _query_lens(decoder: Any) -> tuple[int, ...]:
     """Query lengths that the decoder launches uniformly; one token per sequence unless it says otherwise."""
     return tuple(getattr(decoder, "query_lens", (1,)))
+
+
+def _captured_shapes(decoder: Any) -> tuple[tuple[int, ...], bool]:
+    """Uniform query lengths, and whether longer ones than one may be trees."""
+    return _query_lens(decoder), getattr(decoder, "draft_trees", False)
 
 
 def _refuse_long_rows(shape: KVShape, query_lens: tuple[int, ...]) -> None:

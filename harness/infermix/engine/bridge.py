@@ -159,8 +159,10 @@ class Joint:
         """What each attention layer asks for, by layer index."""
         return self._context.layers
 
-    def attach(self, attention: AttentionBackend, store: KVStore) -> None:
-        """Send every following `forward` through these parts."""
+    def attach(self, attention: AttentionBackend, store: KVStore, *, keep_hidden: bool = False) -> None:
+        """Send every following `forward` through these parts; with `keep_hidden` as `keep_hidden()` says."""
+        if keep_hidden:
+            self.keep_hidden()
         self._context.attention, self._context.store = attention, store
         self._context.observe = getattr(store, "observe", None)
         self._use(ATTENTION_NAME)
