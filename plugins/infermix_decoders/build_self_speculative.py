@@ -16,7 +16,7 @@ from infermix_decoders.speculative import SpeculativeDecoder
 if TYPE_CHECKING:
     from infermix.roles.decoder import DecoderContext
 
-    from infermix_decoders.plugin import SelfSpeculativeOptions
+    from infermix_decoders.options import SelfSpeculativeOptions
 
 
 def build_self_speculative(options: SelfSpeculativeOptions, context: DecoderContext) -> SpeculativeDecoder:

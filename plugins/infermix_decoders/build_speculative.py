@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from infermix.roles.decoder import DecoderContext
     from infermix.roles.engine import Tokenizer
 
-    from infermix_decoders.plugin import SpeculativeOptions
+    from infermix_decoders.options import SpeculativeOptions
 
 #: Spaces, capitals, numbers, another script and code: tokenizers that agree here and in size are the same.
 _PROBE = "The quick brown fox, 1984: naïve café\n\tdef f(x):  return x ** 2  # 你好 😀"

@@ -31,7 +31,7 @@ from infermix.errors import OutOfMemory, Unsupported, UserError
 from infermix.paths import cache_dir
 from infermix.roles.attention import TuneContext
 from infermix.roles.component import Choice, Role
-from infermix.roles.decoder import DecoderContext
+from infermix.roles.decoder import DecoderContext, DecoderOptions
 from infermix.roles.engine import EngineContext, EngineReport
 from infermix.roles.kv_space import KVBudget, KVShape
 from infermix.roles.transform import TransformContext
@@ -64,6 +64,11 @@ class Assembly:
             max_num_seqs=self.max_num_seqs, max_model_len=context.max_model_len, tune=self.tunes,
             progress=context.progress,
         )  # fmt: skip
+
+    @property
+    def rows_per_sequence(self) -> int:
+        options = self.context.parts[Role.DECODER].options
+        return options.rows_per_sequence() if isinstance(options, DecoderOptions) else 1
 
     @property
     def tunes(self) -> bool:
@@ -137,12 +142,13 @@ def assemble(options: NativeOptions, context: EngineContext) -> NativeEngine:
         build.report.graphs = capture(
             build, runner, joint, shape, space, sampler.next_ids, selector, *_captured_shapes(decoder)
         )
-    scheduler = build.part(Role.SCHEDULER, build.max_num_seqs)
+    scheduler = build.part(Role.SCHEDULER, max(1, build.max_num_seqs // build.rows_per_sequence))
     _report_parts(build, attention, layout, space, store, scheduler, decoder, shape)
     return NativeEngine(
         context=context, report=build.report, tokenizer=tokenizer, eos_token_ids=loaded.eos_token_ids, joint=joint,
-        runner=runner, sampler=sampler, space=space, store=store, shape=shape, scheduler=scheduler, decoder=decoder,
-        lanes=Lanes(build.max_num_seqs), lag=_lag(build, decoder), swapper=swapper,
+        runner=runner, sampler=sampler, space=_seen_space(decoder, space, shape), store=store, shape=shape,
+        scheduler=scheduler, decoder=decoder, lanes=Lanes(build.max_num_seqs), lag=_lag(build, decoder),
+        swapper=swapper,
     )  # fmt: skip
 
 
@@ -169,6 +175,12 @@ def _inner_decoder(build: Assembly, context: DecoderContext, name: str, options:
         return component.build(msgspec.convert(options, component.options), context)
     except msgspec.ValidationError as error:
         raise UserError(f"options of decoder {name!r}: {error}", key="parts.decoder.decoder_options") from error
+
+
+def _seen_space(decoder: Any, space: KVSpace, shape: KVShape) -> KVSpace:
+    """The space of scheduler and engine: a decoder may keep several rows behind one sequence."""
+    seen: KVSpace = decoder.wrap_space(space, shape) if hasattr(decoder, "wrap_space") else space
+    return seen
 
 
 def _tune_context(build: Assembly, joint: Joint, shape: KVShape, space: KVSpace) -> TuneContext:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
@@ -289,8 +290,16 @@ class NativeEngine:
             event = self._commit_one(emission, now)
             if event is not None:
                 events.append(event)
+                events += self._alternatives(emission, now)
         self._paths.move()
         return events
+
+    def _alternatives(self, emission: Emission, now: int) -> Iterator[TokenEvent]:
+        request = emission.sequence.request
+        stops = stop_tokens(request.sampling, self._eos_token_ids)
+        for output, tokens in enumerate(emission.alternatives, 1):
+            reason = FinishReason.STOP if tokens[-1] in stops else FinishReason.LENGTH
+            yield TokenEvent(request.request_id, tokens, now, reason, output)
 
     def _commit_one(self, emission: Emission, now: int) -> TokenEvent | None:
         sequence = emission.sequence

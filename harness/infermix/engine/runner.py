@@ -88,6 +88,10 @@ class ModelRunner:
     def reserve(self, sequence: SequenceState, num_tokens: int) -> bool:
         return self._space.reserve(sequence.seq_id, num_tokens)
 
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        if pairs:
+            self._store.copy(pairs)
+
     def _evict(self, entries: Sequence[Scheduled]) -> None:
         """Let a layout that drops tokens make room before anything of this step is packed."""
         evictions = getattr(self._space, "evictions", None)

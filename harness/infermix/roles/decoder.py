@@ -9,6 +9,7 @@ from infermix.roles.component import Options
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from collections.abc import Sequence as Seq
     from pathlib import Path
 
     from torch import Tensor
@@ -34,12 +35,15 @@ class Emission:
     `num_drafts` are the draft tokens that the step put into the KV behind the sequence's own: the first
     `len(token_ids) - 1` of them were accepted, the engine cuts the rest away. Of drafts in a tree, `path` names those
     that were accepted, by index and in order; the engine then moves their K and V to the front.
+    `alternatives` are the further outputs of a request that ends with this emission, each complete, of a decoder that
+    returns them itself.
     """
 
     sequence: Sequence
     token_ids: tuple[int, ...]
     num_drafts: int = 0
     path: tuple[int, ...] = ()
+    alternatives: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +94,10 @@ class Runner(Protocol):
 
         The engine takes back what a step did not keep.
         """
+        ...
+
+    def copy(self, pairs: Seq[tuple[int, int]]) -> None:
+        """Copy blocks (source, target) before the next forward, as `KVSpace.fork` asked."""
         ...
 
 
@@ -158,6 +166,11 @@ class Decoder(Protocol):
     - `counters() -> dict[str, float]`, cumulative figures for the record; and `reset()`, all requests are dropped.
     - `details: Mapping[str, Any]`, what was chosen when it was built, for the record; nothing.
     - `forget(sequence)`, the sequence ended or lost its KV.
+    - `returns_outputs: bool`, whether all outputs of a request come from its one sequence, at its end: until then the
+      decoder emits nothing for it, while the engine counts one token in flight per step; `False`.
+    - `uses_sampler: bool`, whether every token comes through the sampler, so that masks can restrict it; `True`.
+    - `wrap_space(space, shape) -> KVSpace`, the space as scheduler and engine see it, for a decoder that computes
+      several rows per sequence (`DecoderOptions.rows_per_sequence`); the runner goes on with `space`.
     """
 
     def launch(self, plan: Plan, runner: Runner, sampler: Sampler) -> Any:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from infermix.errors import Unsupported
 from infermix.roles.decoder import Decoder, Emission, Forward, Runner, Sampler
 from infermix.roles.request import Sequence
 from infermix.roles.scheduler import Plan
@@ -65,6 +66,10 @@ class MaskedDecoder:
     reads_tokens = True
 
     def __init__(self, decoder: Decoder, masks: TokenMasks) -> None:
+        """Raises `Unsupported` for a decoder that chooses tokens by itself."""
+        if not getattr(decoder, "uses_sampler", True):
+            name = type(decoder).__qualname__
+            raise Unsupported(f"{name} does not draw its tokens through the sampler, so no mask can restrict them")
         self._decoder, self._masks = decoder, masks
         self.query_lens: tuple[int, ...] = getattr(decoder, "query_lens", (1,))
         self.details: Mapping[str, Any] = {

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence as Many
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from infermix.roles.component import Component
-from infermix.roles.decoder import Decoder, DecoderContext, Forward, Want
+from infermix.roles.decoder import Decoder, DecoderContext, Emission, Forward, Want
+from infermix.roles.kv_space import KVBudget, KVGroup, KVShape, KVSpace
 from infermix.roles.request import Sequence
 from infermix.roles.scheduler import Plan, Scheduled
 from infermix.toolkit.conformance.component import example_model
 from infermix.toolkit.conformance.scheduler import make_sequence
+from infermix.toolkit.paged_space import PagedSpace, paged_shape
 
 VOCABULARY = 31
 
@@ -40,6 +43,9 @@ class _ToyRunner:
 
     def reserve(self, sequence: Sequence, num_tokens: int) -> bool:
         return True
+
+    def copy(self, pairs: Many[tuple[int, int]]) -> None:
+        """Nothing is stored."""
 
 
 def _texts(entry: Scheduled, want: Want) -> list[list[int]]:
@@ -144,6 +150,9 @@ def check_decoder(component: Component, options: Any = None, *, num_steps: int =
     """
     options = component.options() if options is None else options
     decoder: Decoder = component.build(options, _context())
+    if getattr(decoder, "returns_outputs", False):
+        _check_search(decoder)
+        return
     sequences = [make_sequence(index, prompt, 100) for index, prompt in enumerate((1, 4, 9))]
     for lane, seq in enumerate(sequences):
         seq.tokens[:] = [(5 * position + lane) % VOCABULARY for position in range(len(seq.tokens))]
@@ -160,6 +169,32 @@ def check_decoder(component: Component, options: Any = None, *, num_steps: int =
         if component.lossless(options):
             correct = expected[seq.seq_id][: len(emitted)]
             assert emitted == correct, f"{component.name} emits {emitted}, the model says {correct}"
+
+
+def _check_search(decoder: Decoder) -> None:
+    """Nothing comes out of a search before its end, then all outputs that were asked for, each of full length."""
+    space = decoder.wrap_space(*_toy_space())  # type: ignore[attr-defined]
+    seq, new, outputs = make_sequence(0, 7, 6), 6, 2
+    seq.request = replace(seq.request, sampling=replace(seq.request.sampling, num_outputs=outputs, ignore_eos=True))
+    seq.lane = 0
+    emissions: list[Emission] = []
+    for step in range(new):
+        assert not emissions, f"an emission after {step} of {new} steps"
+        assert space.reserve(seq.seq_id, seq.num_tokens)
+        ticket = decoder.launch(Plan([Scheduled(seq, seq.num_uncomputed)]), _ToyRunner(), _ToySampler())
+        seq.num_computed, seq.num_inflight = seq.num_tokens, seq.num_inflight + 1
+        emissions = decoder.collect(ticket)
+    found = [tokens for each in emissions for tokens in (each.token_ids, *each.alternatives)]
+    assert [len(tokens) for tokens in found] == [new] * outputs, f"outputs {found} of {outputs} of {new} tokens"
+    assert len(set(found)) == outputs, f"the same output twice: {found}"
+    space.release(seq.seq_id)
+    assert not space.usage().allocated_tokens, "a search that ended holds blocks"
+
+
+def _toy_space() -> tuple[KVSpace, KVShape]:
+    groups = (KVGroup((0,), 1, 8, 8),)
+    shape = paged_shape(groups, KVBudget(16, 64, 4), block_size=4, per_token=64)
+    return PagedSpace(shape), shape
 
 
 def _run_step(decoder: Decoder, plan: Plan) -> None:

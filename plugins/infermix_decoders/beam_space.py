@@ -1,0 +1,116 @@
+"""The KV of a search: every sequence has several rows, which fork and fall away at each step. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from infermix.roles.kv_space import KVShape, KVSpace
+
+#: Parent and child of a row that begins with what the parent has computed.
+Fork = tuple[int, int]
+
+
+class BeamSpace:
+    """A `KVSpace` in which one sequence stands for `width` rows: a scheduler lets in, grows and preempts all at once.
+
+    The first row has the sequence's own id. Rows appear with `arrange`; before that, room for all of them is promised
+    to the sequence, so that a scheduler which reserves the worst case ahead keeps its word. What a layout offers
+    besides goes through; only the prompt is published in a prefix cache, since rows differ behind it.
+    """
+
+    def __init__(self, space: KVSpace, shape: KVShape, width: int) -> None:
+        self._space, self._block_size, self._width = space, shape.block_size, width
+        self._rows: dict[int, tuple[int, ...]] = {}
+        self._lengths: dict[int, int] = {}
+        self._prompts: dict[int, int] = {}
+        self._forks: dict[int, list[Fork]] = {}
+        self._copies: dict[int, list[tuple[int, int]]] = {}
+        self._promised: dict[int, int] = {}
+        if hasattr(space, "register"):
+            self.register = self._register
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._space, name)
+
+    def begin(self, seq_id: int, num_prompt_tokens: int) -> None:
+        """The prompt is computed; from now on the sequence has rows."""
+        self._promised.pop(seq_id, None)
+        self._prompts[seq_id] = num_prompt_tokens
+        self._rows[seq_id] = (seq_id,)
+
+    def arrange(self, seq_id: int, rows: tuple[int, ...], forks: Seq[Fork], num_tokens: int) -> None:
+        """From the next step on the sequence has `rows`, of which `forks` begin with `num_tokens` of their parents.
+
+        Rows that are gone, or that fork, give their KV back; forks are made when the next step reserves its room.
+        """
+        fresh = {child for _, child in forks}
+        for row in self._rows[seq_id]:
+            if row not in rows or row in fresh:
+                self._space.release(row)
+        self._rows[seq_id], self._lengths[seq_id] = rows, num_tokens
+        self._forks[seq_id] = list(forks)
+
+    def take_row_copies(self, seq_id: int) -> list[tuple[int, int]]:
+        """Block copies that forks of this sequence need before the next forward."""
+        return self._copies.pop(seq_id, [])
+
+    def reserve(self, seq_id: int, num_tokens: int) -> bool:
+        rows = self._rows.get(seq_id)
+        if rows is None:
+            return self._reserve_prompt(seq_id, num_tokens)
+        if not self._fork(seq_id):
+            return False
+        for done, row in enumerate(rows):
+            if not self._space.reserve(row, num_tokens):
+                for other in rows[:done]:
+                    self._space.truncate(other, self._lengths[seq_id])
+                return False
+        return True
+
+    def release(self, seq_id: int) -> None:
+        pending = {child for _, child in self._forks.pop(seq_id, ())}
+        for row in self._rows.pop(seq_id, (seq_id,)):
+            if row not in pending:
+                self._space.release(row)
+        for known in (self._lengths, self._prompts, self._copies, self._promised):
+            known.pop(seq_id, None)
+
+    def fits(self, num_tokens: int) -> bool:
+        """Whether all rows of one sequence fit, at the worst without a block in common."""
+        whole = self._width * self._whole_blocks(num_tokens)
+        return self._space.fits(num_tokens) and whole <= self._space.usage().capacity_tokens
+
+    def _reserve_prompt(self, seq_id: int, num_tokens: int) -> bool:
+        extra = (self._width - 1) * self._whole_blocks(num_tokens)
+        before = self._promised.get(seq_id, 0)
+        if extra > before:
+            usage = self._space.usage()
+            free = usage.capacity_tokens - usage.allocated_tokens - sum(self._promised.values()) + before
+            if free < extra:
+                return False
+        if not self._space.reserve(seq_id, num_tokens):
+            return False
+        self._promised[seq_id] = max(extra, before)
+        return True
+
+    def _fork(self, seq_id: int) -> bool:
+        forks, length = self._forks.get(seq_id, []), self._lengths.get(seq_id)
+        while forks:
+            parent, child = forks[0]
+            pairs = self._space.fork(parent, child, length)
+            if pairs is None:
+                return False
+            self._copies.setdefault(seq_id, []).extend(pairs)
+            del forks[0]
+        return True
+
+    def _register(
+        self, seq_id: int, token_ids: Seq[int], num_computed: int, salt: str = "", last: bool = False
+    ) -> None:
+        known = min(num_computed, self._prompts.get(seq_id, num_computed))
+        self._space.register(seq_id, token_ids, known, salt, last)  # type: ignore[attr-defined]
+
+    def _whole_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._block_size) * self._block_size

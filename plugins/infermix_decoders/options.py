@@ -1,0 +1,88 @@
+"""What can be set of each decoder: no torch."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from infermix.roles.component import Options
+from infermix.roles.decoder import DecoderOptions
+from infermix.toolkit.calibration import CalibrationOptions
+from msgspec import Meta
+
+
+class PromptLookupOptions(Options, frozen=True):
+    num_draft_tokens: Annotated[
+        int, Meta(ge=1, le=63, description="most tokens proposed per step", extra={"unit": "tokens"})
+    ] = 8
+    min_match_tokens: Annotated[
+        int,
+        Meta(ge=1, description="shortest repeated text whose continuation is proposed", extra={"unit": "tokens"}),
+    ] = 2
+
+
+class JacobiOptions(Options, frozen=True):
+    num_draft_tokens: Annotated[
+        int,
+        Meta(ge=1, le=63, description="positions guessed and computed together per step", extra={"unit": "tokens"}),
+    ] = 8
+
+
+class BeamOptions(DecoderOptions, frozen=True, kw_only=True):
+    num_beams: Annotated[int, Meta(ge=2, le=64, description="unfinished outputs kept per request")] = 4
+    length_penalty: Annotated[
+        float, Meta(description="scores are divided by length to this power; above 0 favours long outputs")
+    ] = 1.0
+    early_stopping: Annotated[
+        bool | Literal["never"],
+        Meta(
+            description="true: stop with num_beams finished outputs; false: when none is likely to be improved; "
+            "never: when none can be"
+        ),
+    ] = False
+
+    def rows_per_sequence(self) -> int:
+        return self.num_beams
+
+
+class DraftModelOptions(Options, frozen=True, kw_only=True):
+    """How drafts of a model are made and judged."""
+
+    num_draft_tokens: Annotated[
+        int, Meta(ge=1, le=15, description="tokens drafted per step", extra={"unit": "tokens"})
+    ] = 4
+    adaptive: Annotated[
+        bool,
+        Meta(description="draft between 1 and num_draft_tokens, as many as the measured acceptance makes worthwhile"),
+    ] = False
+    acceptance: Annotated[
+        Literal["rejection", "coupled"],
+        Meta(
+            description="for sampled requests. rejection: most drafts stay, the target's distribution; coupled: "
+            "draft and target share their noise, the very tokens of plain decoding"
+        ),
+    ] = "rejection"
+
+
+class SelfSpeculativeOptions(DraftModelOptions, frozen=True, kw_only=True):
+    skip_layers: Annotated[
+        tuple[Annotated[int, Meta(ge=0)], ...],
+        Meta(description="layers that drafts do without, counted from 0; none: searched on the calibration text"),
+    ] = ()
+    calibration: Annotated[
+        CalibrationOptions, Meta(description="text on which drafts should agree with the whole model")
+    ] = CalibrationOptions(num_samples=4, sample_tokens=64)
+
+
+class SpeculativeOptions(DraftModelOptions, frozen=True, kw_only=True):
+    draft: Annotated[
+        str,
+        Meta(
+            min_length=1,
+            description="draft model (package:NAME, directory, GGUF file or Hugging Face id), or `target`: "
+            "another copy of the target's own checkpoint, which draft_quantizer makes smaller",
+        ),
+    ]
+    draft_quantizer: Annotated[
+        str | None, Meta(description="quantizer of the draft model: a smaller copy of the target as its draft")
+    ] = None
+    draft_quantizer_options: Annotated[dict[str, Any], Meta(description="options of that quantizer")] = {}
