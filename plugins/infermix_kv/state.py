@@ -25,7 +25,7 @@ class StateSpace(PagedSpace):
         super().__init__(shape)
         self._per_seq = shape.state_slots_per_seq
         self._slots = BlockPool(shape.num_state_slots)
-        self._held: dict[int, list[int]] = {}
+        self._held: dict[int, Sequence[int]] = {}
         self._oldest: dict[int, int] = {}
 
     def reserve(self, seq_id: int, num_tokens: int) -> bool:

@@ -36,7 +36,7 @@ def test_no_leak_no_double_free(size: int, actions: list[tuple[str, int]]) -> No
         assert pool.num_used == len(owners)
         assert pool.num_free == size - len(owners)
         assert all(pool.references(block) == owners[block] for block in range(size))
-    pool.release(owners.elements())
+    pool.release(list(owners.elements()))
     assert pool.num_free == size
 
 

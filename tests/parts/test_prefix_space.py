@@ -20,7 +20,7 @@ from infermix.toolkit.prefix_space import PrefixPagedSpace
 from infermix.toolkit.radix_index import RadixIndex
 from infermix_reference.kv_paged import PagedLayout
 
-INDEXES = {"hash": HashIndex, "radix": RadixIndex}
+INDEXES: dict[str, Any] = {"hash": HashIndex, "hash runs": lambda size: HashIndex(size, span=2), "radix": RadixIndex}
 ACTIONS = ("start", "start", "grow", "grow", "grow", "ahead", "fork", "truncate", "back", "end", "abort", "reset")
 
 
@@ -144,7 +144,9 @@ class Life:
         assert all(pool.references(block) == owners[block] for block in blocks), "references do not balance"
         assert pool.num_used == len(owners)
         assert pool.num_free == pool.num_blocks - len(owners)
-        assert sorted(pool._free) == sorted({*blocks} - {*owners} - {*pool._idle})
+        idle = {block for block in blocks if pool._tickets[block]}
+        assert pool.num_idle == len(idle)
+        assert sorted(pool._free) == sorted({*blocks} - {*owners} - idle)
         usage = self.space.usage()
         assert 0 <= usage.used_tokens <= usage.allocated_tokens <= usage.capacity_tokens
         assert usage.reserved_tokens == sum(self.space._lengths.values())
@@ -170,7 +172,7 @@ def live(space: Any, shape: KVShape, draw: Any, steps: int) -> Life:
     return life
 
 
-@pytest.mark.parametrize("kind", ["hash", "radix"])
+@pytest.mark.parametrize("kind", list(INDEXES))
 @settings(max_examples=80, deadline=None)
 @given(block_size=st.integers(1, 5), spare=st.integers(0, 14), data=st.data())
 def test_every_sequence_reads_its_own_tokens(kind: str, block_size: int, spare: int, data: Any) -> None:
@@ -183,7 +185,7 @@ def walk(space: Any, shape: KVShape, seed: int) -> Life:
     return live(space, shape, random.Random(seed).randrange, 300)
 
 
-@pytest.mark.parametrize("kind", ["hash", "radix"])
+@pytest.mark.parametrize("kind", list(INDEXES))
 @pytest.mark.parametrize("block_size", [1, 3, 4])
 def test_long_lives_hit_evict_and_copy(kind: str, block_size: int) -> None:
     hits = evicted = copied = 0
@@ -221,8 +223,7 @@ class WritesAfterACut(PrefixPagedSpace):
 class EvictsTheNewestFirst(PrefixPagedSpace):
     def release(self, seq_id: int) -> None:
         super().release(seq_id)
-        for block in list(self._pool._idle):
-            self._pool._idle.move_to_end(block, last=False)
+        self._pool._order.reverse()
 
 
 class ForgetsToCount(PrefixPagedSpace):
@@ -281,16 +282,38 @@ MUTANTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["hash", "radix"])
+@pytest.mark.parametrize("kind", list(INDEXES))
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_mutants_are_caught(mutant: type[PrefixPagedSpace], kind: str) -> None:
-    def walks() -> None:
-        for seed in range(60):
-            shape = shape_of(3, 8 + seed % 12)
-            walk(mutant(shape, INDEXES[kind](3)), shape, seed)
-
     with pytest.raises((AssertionError, KeyError, IndexError)):
-        walks()
+        walks(mutant, INDEXES[kind])
+
+
+def walks(space: type[PrefixPagedSpace], index: Any) -> None:
+    for seed in range(60):
+        shape = shape_of(3, 8 + seed % 12)
+        walk(space(shape, index(3)), shape, seed)
+
+
+class KeepsRuns(HashIndex):
+    """A run is found after its last block was evicted."""
+
+    def evict(self, block: int) -> None:
+        self._of_block[block].span = None
+        super().evict(block)
+
+
+class TurnsRunsAround(HashIndex):
+    def _enter_span(self, last: Any) -> None:
+        super()._enter_span(last)
+        start, key = last.span
+        start.spans[key][0].reverse()
+
+
+@pytest.mark.parametrize("mutant", [KeepsRuns, TurnsRunsAround])
+def test_mutants_of_runs_are_caught(mutant: type[HashIndex]) -> None:
+    with pytest.raises((AssertionError, KeyError, IndexError)):
+        walks(PrefixPagedSpace, lambda size: mutant(size, span=2))
 
 
 class TestIndexes:
@@ -299,8 +322,8 @@ class TestIndexes:
         for index, num_tail in ((HashIndex(4), 0), (RadixIndex(4), 2)):
             index.insert(None, encode(tokens[:8]), [5, 6], "")
             found = index.find(encode([*tokens[:6], 7, 7]), "")
-            assert (found.blocks, found.num_tail, found.tail) == ([5], num_tail, 6 if num_tail else -1)
-            assert index.find(encode(tokens), "other").blocks == []
+            assert (list(found.blocks), found.num_tail, found.tail) == ([5], num_tail, 6 if num_tail else -1)
+            assert list(index.find(encode(tokens), "other").blocks) == []
 
     def test_what_is_published_already_stands_for_the_same_tokens(self) -> None:
         tokens = encode(list(range(12)))
@@ -308,16 +331,16 @@ class TestIndexes:
             assert index.insert(None, tokens[:32], [5, 6], "") == [5, 6]
             assert index.insert(None, tokens, [1, 2, 3], "") == [5, 6, 3]
             assert index.insert(6, tokens[32:], [9], "") == [3]
-            assert index.find(tokens, "").blocks == [5, 6, 3]
+            assert list(index.find(tokens, "").blocks) == [5, 6, 3]
 
     def test_an_edge_splits_between_blocks(self) -> None:
         index = RadixIndex(2)
         index.insert(None, encode([1, 2, 3, 4, 5, 6]), [0, 1, 2], "")
         index.insert(None, encode([1, 2, 3, 9]), [7, 8], "")
-        assert index.find(encode([1, 2, 3, 4, 5, 6]), "").blocks == [0, 1, 2]
-        assert index.find(encode([1, 2, 3, 9]), "").blocks == [0, 8]
+        assert list(index.find(encode([1, 2, 3, 4, 5, 6]), "").blocks) == [0, 1, 2]
+        assert list(index.find(encode([1, 2, 3, 9]), "").blocks) == [0, 8]
         found = index.find(encode([1, 2, 3]), "")
-        assert (found.blocks, found.num_tail) == ([0], 1)
+        assert (list(found.blocks), found.num_tail) == ([0], 1)
         assert found.tail in (1, 8)
 
     def test_a_tail_that_others_begin_with_is_not_kept(self) -> None:

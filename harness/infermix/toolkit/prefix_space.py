@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 
 from infermix.roles.kv_space import KVShape
@@ -29,13 +28,14 @@ class PrefixPagedSpace(PagedSpace):
         if not found.blocks and not found.num_tail:
             return 0
         self._pool.incref(found.blocks)
-        table, num_tokens = array("i", found.blocks), len(found.blocks) * self._block_size
+        table, num_full = found.blocks, len(found.blocks)
+        num_tokens = num_full * self._block_size
         if found.num_tail and (own := self._copy_of(found.tail)) is not None:
             table.append(own)
             num_tokens += found.num_tail
         if not num_tokens:
             return 0
-        self._published[seq_id] = len(found.blocks)
+        self._published[seq_id] = num_full
         self._begin(seq_id, table, num_tokens)
         return num_tokens
 
@@ -86,7 +86,7 @@ class PrefixPagedSpace(PagedSpace):
         self._pool.num_evicted = 0
 
     def _find(self, token_ids: Sequence[int], max_tokens: int, salt: str) -> Found:
-        return self._index.find(encode(token_ids[:max_tokens]), salt)
+        return self._index.find(encode(token_ids, max_tokens), salt)
 
     def _copy_of(self, block: int) -> int | None:
         """A block of one's own that is to hold what `block` holds; `None` when there is no room."""
@@ -101,12 +101,11 @@ class PrefixPagedSpace(PagedSpace):
     def _publish(self, seq_id: int, start: int, stop: int, data: bytes, salt: str) -> None:
         table = self._tables[seq_id]
         before = table[start - 1] if start else None
-        kept = self._index.insert(before, data, table[start:stop], salt)
-        for place, block in enumerate(kept, start):
-            own = table[place]
-            if block == own:
-                self._pool.keep(own)
-            elif block >= 0:
+        offered = table[start:stop]
+        kept = self._index.insert(before, data, offered, salt)
+        self._pool.keep([own for own, block in zip(offered, kept, strict=True) if own == block])
+        for place, (own, block) in enumerate(zip(offered, kept, strict=True), start):
+            if own != block >= 0:
                 self._pool.incref((block,))
                 table[place] = block
                 self._give_back((own,))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ class _Node:
     parent: _Node | None
     depth: int
     key: bytearray = field(default_factory=bytearray)
-    blocks: list[int] = field(default_factory=list)
+    blocks: array[int] = field(default_factory=lambda: array("i"))
     first: bytes = b""
     children: dict[bytes, _Node] = field(default_factory=dict)
     starts: list[bytes] = field(default_factory=list)
@@ -52,7 +53,7 @@ class RadixIndex:
 
     def find(self, data: bytes, salt: str) -> Found:
         node, width = self._root(salt), self._width
-        at, blocks = 0, list[int]()
+        at, blocks = 0, array("i")
         while (child := node.children.get(data[at : at + width])) is not None and len(child.key) >= width:
             size = len(child.key)
             if data[at : at + size] == child.key:
@@ -103,7 +104,7 @@ class RadixIndex:
         node = self._node_of[block]
         return node, self._depth_of[block] - node.depth + 1
 
-    def _nearest(self, node: _Node, tokens: bytes, blocks: list[int]) -> Found:
+    def _nearest(self, node: _Node, tokens: bytes, blocks: array[int]) -> Found:
         """Of the children's first blocks and tails, the one that shares most of `tokens`."""
         place = bisect_left(node.starts, tokens)
         best, length = b"", TOKEN_BYTES - 1
@@ -129,7 +130,7 @@ class RadixIndex:
             node = self._split(node, index)
         is_leaf = node.parent is not None and not node.children
         if not is_leaf or len(tokens) < self._width:
-            child = _Node(node, node.depth + len(node.blocks), bytearray(tokens), [block])
+            child = _Node(node, node.depth + len(node.blocks), bytearray(tokens), array("i", (block,)))
             node.adopt(child, self._width)
             node = child
         else:
