@@ -70,7 +70,7 @@ def paged_attention(
         "tree_mask": tree_mask,
     }
     if check_block_tables:
-        check_table_contents(keys, cu_seqlens_q, context_lens, block_tables)
+        check_table_contents((keys.shape[0], keys.shape[1]), cu_seqlens_q, context_lens, block_tables)
     bounds = (max_query_len, max_context_len)
     known: list[Repeat] | None = None
     if q.is_cuda and workspace is not None and out is not None:

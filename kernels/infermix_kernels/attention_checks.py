@@ -39,6 +39,22 @@ def check_arguments(
         _require(tensor is None or tensor.device == q.device, f"tensors on {q.device} and on another device")
 
 
+def check_queries(
+    q: Tensor,
+    num_kv_heads: int,
+    cu_seqlens_q: Tensor,
+    context_lens: Tensor,
+    bounds: tuple[int, int],
+    window: int | None,
+) -> None:
+    """The part of `check_arguments` that is the same for every arrangement of keys and values."""
+    _require(q.dim() == 3 and q.stride(2) == 1, "q must be [T, H, Dk] with a contiguous last dimension")
+    _require(q.dtype in FLOATS, f"q is {q.dtype}; supported: bfloat16, float16, float32")
+    _require(q.shape[1] % num_kv_heads == 0, f"{q.shape[1]} query heads do not fold onto {num_kv_heads} KV heads")
+    _check_lengths(cu_seqlens_q, context_lens, *bounds)
+    _require(window is None or window >= 1, f"window is {window}, must be at least 1")
+
+
 def _present(tensors: Mapping[str, Tensor | None], name: str) -> Tensor:
     tensor = tensors[name]
     assert tensor is not None
@@ -116,12 +132,16 @@ def _require(condition: bool, message: str) -> None:
 
 
 def check_table_contents(
-    keys: Tensor, cu_seqlens_q: Tensor, context_lens: Tensor, block_tables: Tensor | None
+    pool: tuple[int, int], cu_seqlens_q: Tensor, context_lens: Tensor, block_tables: Tensor | None
 ) -> None:
-    """The debug switch: reads the device and raises `ValueError` when anything points outside the pool."""
+    """The debug switch: reads the device and raises `ValueError` when anything points outside the pool.
+
+    `pool` is the number of blocks and the tokens in one (of dense rows: the number of rows and their capacity).
+    """
+    num_blocks, block_size = pool
     query_lens = cu_seqlens_q.diff()
     _require(bool((query_lens >= 0).all()), "cu_seqlens_q decreases")
-    reach = keys.shape[1] * (1 if block_tables is None else block_tables.shape[1])
+    reach = block_size * (1 if block_tables is None else block_tables.shape[1])
     outside = (context_lens < 0) | (context_lens > reach) | ((context_lens > 0) & (context_lens < query_lens))
     if bool(outside.any()):
         index = int(outside.nonzero()[0])
@@ -129,11 +149,11 @@ def check_table_contents(
     if block_tables is None:
         return
     num_seqs = context_lens.shape[0]
-    used = torch.arange(block_tables.shape[1], device=keys.device) * keys.shape[1] < context_lens[:, None]
+    used = torch.arange(block_tables.shape[1], device=context_lens.device) * block_size < context_lens[:, None]
     ids = block_tables[:num_seqs]
-    wrong = used & ((ids < 0) | (ids >= keys.shape[0]))
+    wrong = used & ((ids < 0) | (ids >= num_blocks))
     if bool(wrong.any()):
         row, column = wrong.nonzero()[0].tolist()
         raise ValueError(
-            f"block_tables[{row}, {column}] is {int(ids[row, column])}, but the pool has {keys.shape[0]} blocks"
+            f"block_tables[{row}, {column}] is {int(ids[row, column])}, but the pool has {num_blocks} blocks"
         )

@@ -150,11 +150,11 @@ def _prepare_split(
     grid = (geometry.head_tiles * splits, call.num_seqs * row_tiles)
     then = None
     if used is not None:
-        then = _prepare_combine(call, rules, used, geometry, (row_tiles, splits), constants, launch)
+        then = prepare_combine(call, rules, used, geometry, (row_tiles, splits), constants, launch)
     return Prepared(split_kernel, grid, arguments, constants, launch, then)
 
 
-def _prepare_combine(
+def prepare_combine(
     call: Call,
     rules: Rules,
     workspace: Workspace,
@@ -180,6 +180,7 @@ def _prepare_combine(
     same = ("HEADS", "DV", "PAD_V", "BLOCK_M", "BLOCK_N", "WINDOW", "TREE", "PDL")
     constants: dict[str, Any] = {name: split_constants[name] for name in same}
     padded = triton.next_power_of_2(splits)
+    constants |= {name: split_constants.get(name, 0) for name in ("GROUP_SIZE", "RECENT")}
     constants |= {"PAD_SPLITS": padded, "num_warps": 8 if padded * constants["PAD_V"] > 8192 else 4}
     if constants["PDL"]:
         constants["launch_pdl"] = True

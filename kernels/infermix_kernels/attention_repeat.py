@@ -5,14 +5,14 @@ Choosing a launch and binding its sixty arguments costs the host several times w
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from infermix_kernels.attention_call import Prepared
+from infermix_kernels.attention_call import Prepared, Workspace
 
 #: How many different calls are remembered: shapes of steps, not layers.
 _REMEMBERED = 512
@@ -77,6 +77,26 @@ class Repeat:
 def remembered(signature: Hashable) -> list[Repeat]:
     """The place where the call with this signature is kept: empty until it was made once."""
     return []
+
+
+def run_repeatedly(
+    tensors: Mapping[str, Tensor | None],
+    facts: Hashable,
+    workspace: Workspace | None,
+    prepare: Callable[[], Prepared],
+) -> None:
+    """Launch a call, prepared only the first time where nothing is allocated for it (`workspace` is given).
+
+    `facts` is everything besides the tensors that `prepare` depends on, the name of the entry first.
+    """
+    if workspace is None or not tensors["q"].is_cuda:  # type: ignore[union-attr]
+        prepare().run()
+        return
+    known = remembered(signature_of(tensors, facts))
+    if known:
+        known[0].run(tensors)
+    else:
+        known.append(Repeat(prepare(), tensors))
 
 
 def signature_of(tensors: Mapping[str, Tensor | None], *others: Hashable) -> Hashable:

@@ -29,13 +29,20 @@ def runs_of(
     BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr,
     TREE: tl.constexpr,
+    GROUP_SIZE: tl.constexpr = 0,
+    RECENT: tl.constexpr = 0,
 ):
-    """The tokens `lo ... hi` that a row tile sees, whole tiles in each of its runs, and how many runs there are."""
+    """The tokens `lo ... hi` that a row tile sees, whole tiles in each of its runs, and how many runs there are.
+
+    With GROUP_SIZE, only those of them that are in whole groups older than the last RECENT tokens of the context.
+    """
     first_row = row_tile * TOKENS
     first_new = context - query_len
     hi = context
     if not TREE:
         hi = tl.minimum(first_new + tl.minimum(first_row + TOKENS, query_len), context)
+    if GROUP_SIZE:
+        hi = tl.minimum(hi, tl.maximum(context - RECENT, 0) // GROUP_SIZE * GROUP_SIZE)
     lo = 0
     if WINDOW:
         lo = tl.maximum(first_new + first_row - window + 1, 0) // BLOCK_N * BLOCK_N
@@ -273,6 +280,8 @@ def combine_kernel(
     WINDOW: tl.constexpr,
     TREE: tl.constexpr,
     PDL: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    RECENT: tl.constexpr,
 ):
     """Adds up the runs of one query row and head. Grid: (head tiles x rows of a tile, sequences x row tiles)."""
     TOKENS: tl.constexpr = BLOCK_M // HEADS
@@ -285,7 +294,7 @@ def combine_kernel(
     query_len = tl.load(cu_seqlens + seq + 1) - first_token
     context = tl.load(context_lens + seq)
     _lo, _hi, _tiles, active = runs_of(
-        query_len, context, row_tile, num_splits, window, TOKENS, BLOCK_N, WINDOW, TREE
+        query_len, context, row_tile, num_splits, window, TOKENS, BLOCK_N, WINDOW, TREE, GROUP_SIZE, RECENT
     )
     token = row_tile * TOKENS + row // HEADS
     if PDL:

@@ -6,11 +6,12 @@ import triton
 import triton.language as tl
 
 #: How a tile of tokens lies in memory: a run of one row per sequence, a run inside one block, several whole blocks,
-#: or tokens that straddle blocks of any size.
+#: tokens that straddle blocks of any size, or one block per sequence that is written round and round.
 DENSE = tl.constexpr(0)
 TILE_IN_BLOCK = tl.constexpr(1)
 BLOCKS_IN_TILE = tl.constexpr(2)
 STRADDLING = tl.constexpr(3)
+RING = tl.constexpr(4)
 
 
 @triton.jit
@@ -71,6 +72,8 @@ def block_ids(table, start, context, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.const
     """Ids of the blocks that hold tokens `start ... start + BLOCK_N`: none, one, or one per token."""
     if ADDRESSING == DENSE:
         return start * 0
+    elif ADDRESSING == RING:
+        return tl.load(table)
     elif ADDRESSING == TILE_IN_BLOCK:
         return tl.load(table + start // BLOCK_SIZE, mask=start < context, other=0)
     elif ADDRESSING == BLOCKS_IN_TILE:
@@ -106,6 +109,9 @@ def tile_pointers(
     elif ADDRESSING == TILE_IN_BLOCK:
         base = pool + ids.to(tl.int64) * stride_block + (start % BLOCK_SIZE) * stride_token
         return base + (tokens[:, None] * stride_token + dims[None, :])
+    elif ADDRESSING == RING:
+        base = pool + ids.to(tl.int64) * stride_block
+        return base + (((start + tokens) % BLOCK_SIZE)[:, None] * stride_token + dims[None, :])
     elif ADDRESSING == BLOCKS_IN_TILE:
         within = (tokens % BLOCK_SIZE)[:, None] * stride_token + dims[None, :]
         blocks = ids.to(tl.int64) if WIDE else ids
