@@ -1,4 +1,4 @@
-"""Numbers of 4 or 2 bits with a scale and a zero point per group, several in a byte. Plain PyTorch, capturable."""
+"""Numbers of 4 or 2 bits with a scale and a zero point per group. Plain PyTorch, capturable."""
 
 from __future__ import annotations
 
@@ -21,21 +21,3 @@ def quantize(x: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
     inverse = torch.where(steps > 0, 1 / steps, torch.zeros_like(steps))
     numbers = ((wide - zero.float()) * inverse).round().clamp(0, 2**bits - 1)
     return numbers.to(torch.uint8), scale, zero
-
-
-def dequantize(numbers: Tensor, scale: Tensor, zero: Tensor, dtype: torch.dtype) -> Tensor:
-    return (numbers.float() * scale.float() + zero.float()).to(dtype)
-
-
-def pack(numbers: Tensor, bits: int) -> Tensor:
-    """`[..., D]` -> `[..., D * bits / 8]`: part i of the row lies in bits `i * bits ...` of every byte."""
-    parts = numbers.chunk(8 // bits, dim=-1)
-    packed = parts[0]
-    for index, part in enumerate(parts[1:], start=1):
-        packed = packed | (part << (index * bits))
-    return packed
-
-
-def unpack(packed: Tensor, bits: int) -> Tensor:
-    """The inverse of `pack`."""
-    return torch.cat([(packed >> shift) & (2**bits - 1) for shift in range(0, 8, bits)], dim=-1)

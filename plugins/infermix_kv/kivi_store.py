@@ -10,9 +10,10 @@ from infermix.roles.batch import Batch, GroupBatch
 from infermix.roles.kv_space import KVGroup, KVShape
 from infermix.toolkit.once import once_per_forward
 from infermix.toolkit.pool_store import BlockStore
+from infermix_kernels.reference.grouped import pack
 from torch import Tensor
 
-from infermix_kv.kivi_pack import dequantize, pack, quantize, unpack
+from infermix_kv.kivi_pack import quantize
 from infermix_kv.kivi_rule import KiviRule
 from infermix_kv.kivi_steps import KiviStep, plan_step
 from infermix_kv.kivi_view import KiviView
@@ -20,51 +21,33 @@ from infermix_kv.kivi_view import KiviView
 
 @dataclass(frozen=True, slots=True)
 class KiviLayer:
-    """One layer. Counted in groups of G tokens, `[(num_blocks + 1) * block_size / G, ...]`:
+    """One layer: what `GroupedView` describes, of `(num_blocks + 1) * block_size / G` groups of G tokens.
 
-    - `keys`, `values` `[groups, G, Hkv, D * bits / 8]` uint8
-    - `key_scale`, `key_zero` `[groups, 1, Hkv, Dk]` fp16
-    - `value_scale`, `value_zero` `[groups, G, Hkv, Dv / G, 1]` fp16
-
-    and `tail_keys`, `tail_values` `[(rows + 1) * capacity, Hkv, D]` in the dtype of the model, the last row the sink.
+    The rows of the tail follow each other, `tail_keys`, `tail_values` `[(rows + 1) * capacity, Hkv, D]`, the last one
+    the sink.
     """
 
     keys: Tensor
-    key_scale: Tensor
-    key_zero: Tensor
     values: Tensor
-    value_scale: Tensor
-    value_zero: Tensor
+    key_factors: Tensor
+    value_factors: Tensor
     tail_keys: Tensor
     tail_values: Tensor
     bits: int
 
     @property
-    def quantized(self) -> tuple[Tensor, ...]:
-        return self.keys, self.key_scale, self.key_zero, self.values, self.value_scale, self.value_zero
+    def quantized(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.keys, self.values, self.key_factors, self.value_factors
 
     def flush(self, k: Tensor, v: Tensor, target: Tensor) -> None:
         """Quantize whole groups `k [n, G, Hkv, Dk]`, `v [n, G, Hkv, Dv]` into the groups `target [n]`."""
-        numbers, scale, zero = quantize(k, self.bits, dim=1)
+        numbers, *factors = quantize(k.transpose(1, 2), self.bits, dim=2)
         self.keys.index_copy_(0, target, pack(numbers, self.bits))
-        self.key_scale.index_copy_(0, target, scale)
-        self.key_zero.index_copy_(0, target, zero)
-        grouped = v.unflatten(-1, (self.value_scale.shape[3], -1))
-        numbers, scale, zero = quantize(grouped, self.bits, dim=-1)
+        self.key_factors.index_copy_(0, target, torch.stack(factors, dim=-1).squeeze(2))
+        grouped = v.transpose(1, 2).unflatten(-1, (self.value_factors.shape[3], -1))
+        numbers, *factors = quantize(grouped, self.bits, dim=-1)
         self.values.index_copy_(0, target, pack(numbers.flatten(-2), self.bits))
-        self.value_scale.index_copy_(0, target, scale)
-        self.value_zero.index_copy_(0, target, zero)
-
-    def read(self, groups: Tensor) -> tuple[Tensor, Tensor]:
-        """K `[n * G, Hkv, Dk]` and V alike of `groups [n]`, dequantized."""
-        dtype = self.tail_keys.dtype
-        keys, key_scale, key_zero, values, value_scale, value_zero = (
-            part.index_select(0, groups) for part in self.quantized
-        )
-        keys = dequantize(unpack(keys, self.bits), key_scale, key_zero, dtype)
-        grouped = unpack(values, self.bits).unflatten(-1, (value_scale.shape[3], -1))
-        values = dequantize(grouped, value_scale, value_zero, dtype).flatten(-2)
-        return keys.flatten(0, 1), values.flatten(0, 1)
+        self.value_factors.index_copy_(0, target, torch.cat(factors, dim=-1))
 
 
 class KiviStore:
@@ -108,11 +91,19 @@ class KiviStore:
         layer.tail_values.index_copy_(0, step.tail_slots, v)
 
     def view(self, layer_idx: int, batch: Batch, group: GroupBatch) -> KiviView:
+        layer, ring = self._layers[layer_idx], (-1, self._rule.capacity)
+        tails = layer.tail_keys.unflatten(0, ring), layer.tail_values.unflatten(0, ring)
         rows = batch.tables[1].block_tables[:, 0]
         return KiviView(
-            self._layers[layer_idx], batch.tables[0].block_tables, rows, batch.context_lens, self._shape.block_size,
+            *layer.quantized,
+            *tails,
+            batch.tables[0].block_tables,
+            rows,
+            batch.context_lens,
+            self._shape.block_size,
+            self._rule.num_recent,
             self._rule,
-        )  # fmt: skip
+        )
 
     def copy(self, pairs: list[tuple[int, int]]) -> None:
         first = self._shape.num_blocks + 1
@@ -140,15 +131,11 @@ def _allocate(
     def zeros(dtype: torch.dtype, *dims: int) -> Tensor:
         return torch.zeros(dims, device=device, dtype=dtype)
 
-    key_scales = (torch.float16, groups, 1, heads, group.key_dim)
-    value_scales = (torch.float16, groups, size, heads, group.value_dim // size, 1)
     return KiviLayer(
-        keys=zeros(torch.uint8, groups, size, heads, group.key_dim * bits // 8),
-        key_scale=zeros(*key_scales),
-        key_zero=zeros(*key_scales),
-        values=zeros(torch.uint8, groups, size, heads, group.value_dim * bits // 8),
-        value_scale=zeros(*value_scales),
-        value_zero=zeros(*value_scales),
+        keys=zeros(torch.uint8, groups, heads, size, group.key_dim * bits // 8),
+        values=zeros(torch.uint8, groups, heads, size, group.value_dim * bits // 8),
+        key_factors=zeros(torch.float16, groups, heads, group.key_dim, 2),
+        value_factors=zeros(torch.float16, groups, heads, size, group.value_dim // size, 2),
         tail_keys=zeros(dtype, slots, heads, group.key_dim),
         tail_values=zeros(dtype, slots, heads, group.value_dim),
         bits=bits,

@@ -1,56 +1,47 @@
-"""What attention reads of the KV layout `kivi`."""
+"""The KV layout `kivi` as attention reads it: in place, or gathered in plain PyTorch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
+from infermix.roles.kv_grouped import GroupedView
+from infermix_kernels.reference.grouped import GroupedPools, read_sequence
 from torch import Tensor
 
 from infermix_kv.kivi_rule import KiviRule
 
-if TYPE_CHECKING:
-    from infermix_kv.kivi_store import KiviLayer
-
 
 @dataclass(slots=True)
-class KiviView:
-    """Old tokens from their quantized groups, recent ones from the tail. `rows [B]`: the row of each sequence's tail.
+class KiviView(GroupedView):
+    """Both ways of gathering copy: the declared adapter `gather`."""
 
-    Both ways of reading it copy: the declared adapter `gather`.
-    """
-
-    layer: KiviLayer
-    block_tables: Tensor
-    rows: Tensor
-    context_lens: Tensor
-    block_size: int
     rule: KiviRule
     gathers = True
 
     def sequence(self, index: int, length: int) -> tuple[Tensor, Tensor]:
-        flushed = self.rule.num_flushed(length)
-        groups = self._groups(self.block_tables[index], flushed // self.rule.group_size)
-        recent = torch.arange(flushed, length, device=self.rows.device) % self.rule.capacity
-        slots = self.rows[index].to(torch.int64) * self.rule.capacity + recent
-        keys, values = self.layer.read(groups)
-        return (
-            torch.cat((keys, self.layer.tail_keys.index_select(0, slots))),
-            torch.cat((values, self.layer.tail_values.index_select(0, slots))),
-        )
+        rows = self.tail_rows[index : index + 1].to(torch.int64)
+        tails = (part.index_select(0, rows) for part in (self.tail_keys, self.tail_values))
+        return read_sequence(self._pools(*tails), self.block_tables[index], 0, length, self.tail_keys.dtype)
 
     def batched(self, capacity: int, rows: int | None = None) -> tuple[Tensor, Tensor]:
         tables = self.block_tables[:rows]
         per_seq = -(-capacity // self.rule.group_size)
-        keys, values = self.layer.read(self._groups(tables, per_seq).flatten())
+        groups = self._groups(tables, per_seq).flatten()
+        keys, values = self._pools(self.tail_keys, self.tail_values).read(groups, self.tail_keys.dtype)
         places, slots = self._recent(per_seq * self.rule.group_size, rows)
-        keys.index_copy_(0, places, self.layer.tail_keys.index_select(0, slots))
-        values.index_copy_(0, places, self.layer.tail_values.index_select(0, slots))
+        keys.index_copy_(0, places, self.tail_keys.flatten(0, 1).index_select(0, slots))
+        values.index_copy_(0, places, self.tail_values.flatten(0, 1).index_select(0, slots))
         return (
             keys.unflatten(0, (tables.shape[0], -1))[:, :capacity],
             values.unflatten(0, (tables.shape[0], -1))[:, :capacity],
         )
+
+    def _pools(self, tail_keys: Tensor, tail_values: Tensor) -> GroupedPools:
+        return GroupedPools(
+            self.keys, self.values, self.key_factors, self.value_factors, tail_keys, tail_values, self.block_size,
+            self.num_recent,
+        )  # fmt: skip
 
     def _groups(self, tables: Tensor, count: int) -> Tensor:
         """`[..., count]` the first groups of sequences with block tables `[..., W]`."""
@@ -67,5 +58,5 @@ class KiviView:
         offsets = torch.arange(self.rule.max_tail, device=contexts.device)
         positions = torch.minimum(self.rule.flushed(contexts) + offsets, (contexts - 1).clamp(min=0))
         sequences = torch.arange(contexts.shape[0], device=contexts.device)[:, None]
-        slots = self.rows[:rows].to(torch.int64)[:, None] * self.rule.capacity + positions % self.rule.capacity
+        slots = self.tail_rows[:rows].to(torch.int64)[:, None] * self.rule.capacity + positions % self.rule.capacity
         return (sequences * width + positions).flatten(), slots.flatten()

@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from infermix.roles.component import Component, FeatureRule, Features, Options, Role
+from infermix.roles.kv_grouped import fills_words
 from msgspec import Meta
 
 if TYPE_CHECKING:
@@ -71,6 +72,13 @@ def _gather(options: Any, model: ModelFacts, machine: MachineFacts) -> dict[str,
     return {"view:dense": "gather"}
 
 
+def _kivi_provides(options: KiviOptions, model: ModelFacts, machine: MachineFacts) -> Features:
+    """Read in place where groups and heads are whole words, else through the gather alone."""
+    dims = {dim for layer in model.layers if layer.kind == "attention" for dim in (layer.key_dim, layer.value_dim)}
+    features = frozenset({"kv:truncate", "kv:fork", "kv:swap", "kv:preallocated"})
+    return features | ({"view:kivi"} if fills_words(options.bits, options.group_size, *dims) else set())
+
+
 def _kivi_error(options: KiviOptions) -> float:
     """n normal numbers span less than 2 sqrt(2 ln n) deviations; an error is step / sqrt(12)."""
     span = 2 * math.sqrt(2 * math.log(options.group_size))
@@ -119,7 +127,7 @@ COMPONENTS = (
         build=_build_kivi,
         options=KiviOptions,
         requires=("torch",),
-        provides=_always("view:kivi", "kv:truncate", "kv:fork", "kv:swap", "kv:preallocated"),
+        provides=_kivi_provides,
         adapters=_gather,
         lossless=lambda options: False,
         kv_error=_kivi_error,

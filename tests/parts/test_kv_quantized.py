@@ -17,7 +17,8 @@ from infermix.roles.facts import MachineFacts
 from infermix.roles.kv_space import KVBudget, KVGroup
 from infermix.toolkit.conformance.batches import make_batch
 from infermix.toolkit.conformance.component import example_model
-from infermix_kv.kivi_pack import dequantize, pack, quantize, unpack
+from infermix_kernels.reference.grouped import pack, unpack
+from infermix_kv.kivi_pack import quantize
 from infermix_kv.kivi_rule import KiviRule
 from infermix_kv.kv_kivi import KiviLayout
 from infermix_kv.kv_quantized import QuantizedLayout
@@ -102,7 +103,7 @@ def test_no_number_is_off_by_more_than_half_a_step(bits: int, offset: float) -> 
     """Zero points keep channels that lie far from 0; they and scales are rounded to fp16 (11 bits)."""
     x = torch.randn(6, 32, 8, generator=torch.Generator().manual_seed(0)) + offset
     numbers, scale, zero = quantize(x, bits, dim=1)
-    error = (dequantize(numbers, scale, zero, torch.float32) - x).abs()
+    error = (numbers * scale.float() + zero.float() - x).abs()
     step = (x.amax(1, keepdim=True) - x.amin(1, keepdim=True)) / (2**bits - 1)
     assert (error <= 0.501 * step + 2**-10 * x.abs().amax()).all()
     assert int(numbers.max()) == 2**bits - 1
@@ -110,7 +111,8 @@ def test_no_number_is_off_by_more_than_half_a_step(bits: int, offset: float) -> 
 
 def test_equal_numbers_come_back_exactly() -> None:
     x = torch.full((1, 4, 2), 0.5)
-    assert torch.equal(dequantize(*quantize(x, 2, dim=1), torch.float32), x)
+    numbers, scale, zero = quantize(x, 2, dim=1)
+    assert torch.equal(numbers * scale.float() + zero.float(), x)
 
 
 class Lived:
@@ -300,9 +302,11 @@ def _match(attention: str, kv: str, machine: MachineFacts, **options: Any) -> An
     return match(choices, (), replace(example_model(), dtype="bfloat16"), machine)
 
 
-def test_triton_reads_quantized_blocks_in_place_and_kivi_through_the_gather() -> None:
-    assert dict(_match("triton", "quantized", H200).adapters) == {}
-    for attention, kv in (("triton", "kivi"), ("sdpa", "quantized"), ("eager", "kivi")):
+def test_triton_reads_quantized_blocks_in_place_and_others_through_the_gather() -> None:
+    assert [dict(_match("triton", kv, H200).adapters) for kv in ("quantized", "kivi")] == [{}, {}]
+    short = {"group_size": 4, "block_size": 16}
+    assert dict(_match("triton", "kivi", H200, **short).adapters) == {"view:dense": "gather"}
+    for attention, kv in (("sdpa", "quantized"), ("eager", "kivi")):
         found = _match(attention, kv, H200)
         assert (found.problems, dict(found.adapters)) == ((), {"view:dense": "gather"})
 
