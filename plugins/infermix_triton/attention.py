@@ -1,4 +1,4 @@
-"""Attention through `infermix_kernels.attention`: paged, quantized and dense views are read in place."""
+"""Attention through the kernels of `infermix_kernels`: paged, quantized, grouped and dense views, read in place."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ import torch
 from infermix.errors import Unsupported
 from infermix.roles.attention import LayerSpec, TuneContext
 from infermix.roles.batch import MAX_TREE_TOKENS, Batch
+from infermix.roles.kv_grouped import GroupedView
 from infermix.roles.kv_store import DenseView, PagedView, QuantizedPagedView, View
 from infermix_kernels.attention import Workspace, paged_attention
+from infermix_kernels.attention_grouped import GroupedPools, grouped_attention
 from infermix_kernels.launch import LaunchTable
 from torch import Tensor
 
@@ -45,7 +47,7 @@ class TritonAttention:
     only its layout knows is gathered into dense keys and values first.
     """
 
-    reads: tuple[type, ...] = (DenseView, PagedView, QuantizedPagedView)
+    reads: tuple[type, ...] = (DenseView, PagedView, QuantizedPagedView, GroupedView)
 
     def __init__(self, launches: Path, *, check_block_tables: bool = False) -> None:
         self._folder, self._check = launches, check_block_tables
@@ -62,7 +64,7 @@ class TritonAttention:
     def forward(self, q: Tensor, view: View, batch: Batch, layer: LayerSpec) -> Tensor:
         if not hasattr(view, "batched"):
             raise Unsupported("attention triton reads paged and dense KV; use kv: paged or kv: dense")
-        if not isinstance(view, self.reads):
+        if not self._in_place(view):
             view = DenseView(*view.batched(_capacity(batch)))
         if batch.tree_mask is not None and layer.window is not None:
             raise Unsupported("attention triton has no tree mask beside a sliding window; use attention: sdpa")
@@ -70,8 +72,39 @@ class TritonAttention:
             q = q.contiguous()
         out = q.new_empty(q.shape[0], q.shape[1], layer.value_dim)
         for part in _parts(batch):
-            self._compute(q, view, part, layer, out)
+            if isinstance(view, GroupedView):
+                self._compute_grouped(q, view, part, layer, out)
+            else:
+                self._compute(q, view, part, layer, out)
         return out
+
+    def _in_place(self, view: View) -> bool:
+        return view.in_words if isinstance(view, GroupedView) else isinstance(view, self.reads)
+
+    def _compute_grouped(self, q: Tensor, view: GroupedView, part: _Part, layer: LayerSpec, out: Tensor) -> None:
+        if part.tree_mask is not None:
+            raise Unsupported("attention triton has no tree mask over groups of quantized tokens")
+        rows = slice(part.first, part.last)
+        grouped_attention(
+            q,
+            GroupedPools(
+                view.keys, view.values, view.key_factors, view.value_factors, view.tail_keys, view.tail_values,
+                view.block_size, view.num_recent,
+            ),
+            cu_seqlens_q=part.cu_seqlens_q,
+            context_lens=part.context_lens,
+            block_tables=view.block_tables[rows],
+            tail_rows=view.tail_rows[rows],
+            scale=layer.scale,
+            max_query_len=part.max_query_len,
+            max_context_len=part.max_context_len,
+            window=layer.window,
+            softcap=layer.softcap,
+            sinks=layer.sinks,
+            out=out,
+            workspace=self._persistent(q.device)[0],
+            check_block_tables=self._check,
+        )  # fmt: skip
 
     def _compute(self, q: Tensor, view: Any, part: _Part, layer: LayerSpec, out: Tensor) -> None:
         rows = slice(part.first, part.last)

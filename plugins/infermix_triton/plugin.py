@@ -64,7 +64,7 @@ def _on_cuda(options: Any, model: ModelFacts, machine: MachineFacts) -> Features
 
 
 def _attention_needs(options: AttentionOptions, model: ModelFacts, machine: MachineFacts) -> Features:
-    return _on_cuda(options, model, machine) | {"view:paged|view:dense|view:quantized"}
+    return _on_cuda(options, model, machine) | {"view:paged|view:dense|view:quantized|view:kivi"}
 
 
 def _attention_provides(options: AttentionOptions, model: ModelFacts, machine: MachineFacts) -> Features:

@@ -72,7 +72,7 @@ def build(job: tuple[Piece, tuple[int, ...] | None]) -> None:
         print(f"  not compiled: {wanted}: {type(failure).__name__}", flush=True)
 
 
-def _launch(wanted: tuple[int, ...] | None) -> Launch | None:
+def _launch(wanted: tuple[Any, ...] | None) -> Launch | None:
     return None if wanted is None else Launch(*wanted)
 
 

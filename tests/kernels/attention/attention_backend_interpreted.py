@@ -17,6 +17,7 @@ from infermix.toolkit.conformance.batches import make_batch
 from infermix.toolkit.plain_attention import plain_attention
 from infermix_kernels.kv_write import write_kv
 from infermix_kernels.reference.attention import paged_attention as reference_attention
+from infermix_kv.kivi_view import KiviView
 from infermix_kv.kv_kivi import KiviLayout
 from infermix_kv.kv_quantized import QuantizedLayout
 from infermix_triton.attention import TritonAttention
@@ -149,8 +150,14 @@ def test_a_quantized_cache_is_written_and_read_in_place(tmp_path: Path, dtype: s
         assert torch.allclose(part.double(), expected, atol=1e-5)
 
 
-def test_a_view_of_a_layout_of_its_own_is_gathered(tmp_path: Path) -> None:
-    layout = KiviLayout(4, 16, 32, BLOCK)
+@pytest.mark.parametrize(("bits", "group", "gathers"), [(4, 16, 0), (2, 16, 0), (4, 4, 1)], ids=str)
+def test_groups_are_read_in_place_where_they_are_whole_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bits: int, group: int, gathers: int
+) -> None:
+    calls: list[int] = []
+    gather = KiviView.batched
+    monkeypatch.setattr(KiviView, "batched", lambda view, *given: (calls.append(1), gather(view, *given))[1])
+    layout = KiviLayout(bits, group, 2 * group, BLOCK)
     shape = layout.shape((KVGroup((0,), 2, 64, 64),), KVBudget(4, 64, 4))
     space, store = layout.space(shape), layout.store(shape, "cpu", torch.float32)
     for seq, context in enumerate(CONTEXTS):
@@ -172,3 +179,4 @@ def test_a_view_of_a_layout_of_its_own_is_gathered(tmp_path: Path) -> None:
     for index, (part, rows) in enumerate(zip(out, q.split(QUERY_LENS), strict=True)):
         expected = plain_attention(rows, *view.sequence(index, CONTEXTS[index]), LAYER)
         assert torch.allclose(part.double(), expected, atol=1e-5)
+    assert len(calls) == gathers
