@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from infermix.roles.kv_space import KVShape, KVSpace
+    from infermix.roles.kv_space import KVShape, KVSpace, KVUsage
 
 #: Parent and child of a row that begins with what the parent has computed.
 Fork = tuple[int, int]
@@ -81,6 +82,10 @@ class BeamSpace:
         """Whether all rows of one sequence fit, at the worst without a block in common."""
         whole = self._width * self._whole_blocks(num_tokens)
         return self._space.fits(num_tokens) and whole <= self._space.usage().capacity_tokens
+
+    def usage(self) -> KVUsage:
+        """Rows of a sequence are no sequences to whoever counts: what they reserved is not told."""
+        return replace(self._space.usage(), reserved_tokens=None)
 
     def _reserve_prompt(self, seq_id: int, num_tokens: int) -> bool:
         extra = (self._width - 1) * self._whole_blocks(num_tokens)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
+from infermix.roles.batch import MAX_TREE_TOKENS
 from infermix.roles.component import Options
 from infermix.roles.decoder import DecoderOptions
 from infermix.toolkit.calibration import CalibrationOptions
@@ -25,6 +26,27 @@ class JacobiOptions(Options, frozen=True):
         int,
         Meta(ge=1, le=63, description="positions guessed and computed together per step", extra={"unit": "tokens"}),
     ] = 8
+
+
+class LookaheadOptions(Options, frozen=True):
+    """Window and guesses together hold at most 63 tokens: (window + guesses) * (ngram - 1)."""
+
+    window: Annotated[
+        int, Meta(ge=1, le=31, description="columns of the Jacobi window", extra={"unit": "tokens"})
+    ] = 8
+    ngram: Annotated[
+        int, Meta(ge=2, le=16, description="length of the n-grams that it finds", extra={"unit": "tokens"})
+    ] = 4
+    guesses: Annotated[int, Meta(ge=1, le=31, description="n-grams verified per step, and kept per first token")] = 8
+    pool_from_prompt: Annotated[bool, Meta(description="begin with the n-grams of the prompt")] = True
+
+    def __post_init__(self) -> None:
+        num_nodes = (self.window + self.guesses) * (self.ngram - 1)
+        if num_nodes >= MAX_TREE_TOKENS:
+            raise ValueError(
+                f"(window {self.window} + guesses {self.guesses}) * (ngram {self.ngram} - 1) is {num_nodes}: "
+                f"a tree has at most {MAX_TREE_TOKENS - 1} tokens"
+            )
 
 
 class BeamOptions(DecoderOptions, frozen=True, kw_only=True):

@@ -10,6 +10,7 @@ from infermix.roles.component import Component, Features, Role
 from infermix_decoders.options import (
     BeamOptions,
     JacobiOptions,
+    LookaheadOptions,
     PromptLookupOptions,
     SelfSpeculativeOptions,
     SpeculativeOptions,
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
 
 def _needs_truncate(options: Any, model: ModelFacts, machine: MachineFacts) -> Features:
     return frozenset({"kv:truncate"})
+
+
+def _needs_trees(options: Any, model: ModelFacts, machine: MachineFacts) -> Features:
+    return frozenset({"kv:truncate", "kv:move", "attn:tree_mask"})
 
 
 def _drafts(options: Any, model: ModelFacts, machine: MachineFacts) -> Features:
@@ -51,6 +56,20 @@ def _build_jacobi(options: JacobiOptions, context: DecoderContext) -> Any:
     return VerifyingDecoder(
         JacobiGuesses(),
         options.num_draft_tokens,
+        context.max_model_len,
+        uniform=context.device.startswith("cuda"),
+        clock_ns=context.clock_ns,
+    )
+
+
+def _build_lookahead(options: LookaheadOptions, context: DecoderContext) -> Any:
+    from infermix.toolkit.tree_verification import TreeDecoder
+
+    from infermix_decoders.lookahead import LookaheadDrafter
+
+    return TreeDecoder(
+        LookaheadDrafter(options.window, options.ngram, options.guesses, pool_from_prompt=options.pool_from_prompt),
+        options.window + options.ngram - 2,
         context.max_model_len,
         uniform=context.device.startswith("cuda"),
         clock_ns=context.clock_ns,
@@ -114,6 +133,17 @@ COMPONENTS = (
         requires=("torch",),
         needs=_needs_truncate,
         provides=_drafts,
+    ),
+    Component(
+        name="lookahead",
+        role=Role.DECODER,
+        summary="a Jacobi window that finds n-grams and a pool of them that is verified, both in the same forward",
+        build=_build_lookahead,
+        options=LookaheadOptions,
+        requires=("torch",),
+        needs=_needs_trees,
+        provides=_drafts,
+        source="https://arxiv.org/abs/2402.02057",
     ),
     Component(
         name="self_speculative",

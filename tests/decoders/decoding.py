@@ -10,6 +10,7 @@ from infermix.roles.request import Request, SamplingParams
 DRAFTING = [
     ("prompt_lookup", {"num_draft_tokens": 5, "min_match_tokens": 1}),
     ("jacobi", {"num_draft_tokens": 5}),
+    ("lookahead", {"window": 5, "ngram": 3, "guesses": 4}),
     ("self_speculative", {"skip_layers": (1,), "num_draft_tokens": 3, "acceptance": "coupled"}),
     ("speculative", {"draft": "target", "draft_quantizer": "rtn", "num_draft_tokens": 3, "acceptance": "coupled"}),
     (

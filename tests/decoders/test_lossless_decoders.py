@@ -46,6 +46,8 @@ def test_same_tokens_as_plain_decoding(build_engine: Build, decoder: Any, sampli
 @pytest.mark.parametrize("decoder", DRAFTING, ids=_name)
 def test_with_every_layout_and_scheduler(build_engine: Build, decoder: Any, layout: Any, scheduler: Any) -> None:
     sampling = {"temperature": 0.8}
+    if layout[0] == "none" and decoder[0] == "lookahead":
+        pytest.skip("nothing is stored that could move to the front: the plan refuses it")
     plain = generate(build_engine(), requests(sampling))
     engine = build_engine(parts={"decoder": decoder, "kv": layout, "scheduler": scheduler})
     assert generate(engine, requests(sampling)) == plain

@@ -59,12 +59,14 @@ class DraftTree(NamedTuple):
 class Verified:
     """What became of a sequence in a step: its new tokens (none inside a prompt) and the accepted guesses, in order.
 
+    `draws[0]` is the target's token behind the last own one, `draws[i + 1]` the one behind guess i, right or wrong.
     `entry` is as it was launched, drafts included; its sequence does not hold `token_ids` yet.
     """
 
     entry: Scheduled
     token_ids: tuple[int, ...] = ()
     path: tuple[int, ...] = ()
+    draws: tuple[int, ...] = ()
 
 
 class TreeDrafter(Protocol):
@@ -189,7 +191,7 @@ class TreeDecoder:
         depth = max(tree_of(row).first(row.num_real).depths(), default=0)
         self._counters.count(depth, len(path), row.num_real - depth)
         ticket.sampler.accept(row.entry.sequence, tokens)
-        return Verified(row.entry, tokens, path)
+        return Verified(row.entry, tokens, path, tuple(draws))
 
     def _rows(self, plan: Plan, runner: Runner) -> list[Drafted]:
         with self._counters.drafting():

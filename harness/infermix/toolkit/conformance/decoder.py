@@ -18,6 +18,7 @@ from infermix.roles.scheduler import Plan, Scheduled
 from infermix.toolkit.conformance.component import example_model
 from infermix.toolkit.conformance.scheduler import make_sequence
 from infermix.toolkit.paged_space import PagedSpace, paged_shape
+from infermix.toolkit.tree_verification import DraftTree
 
 VOCABULARY = 31
 
@@ -57,6 +58,12 @@ def _texts(entry: Scheduled, want: Want) -> list[list[int]]:
         return [known[:end] for end in ends]
     if entry.num_own_tokens != seq.num_uncomputed:
         return []
+    if entry.draft_parents:
+        own, tree = (
+            seq.tokens[: seq.num_computed + entry.num_own_tokens],
+            DraftTree(entry.draft_ids, entry.draft_parents),
+        )
+        return [[*own, *tree.branch(node)] for node in range(-1, len(entry.draft_ids))]
     first = entry.num_own_tokens - 1 if want.draft_logits else entry.num_new_tokens - 1
     return [known[:end] for end in ends[first:]]
 
