@@ -216,6 +216,7 @@ def _tiles(
         EVICT="evict_first" if num_rows <= launch.block_m else "",
         ASM=x.dtype != torch.float32 and not interpreted(),
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        AHEAD=launch.ahead,
         PDL=pdl,
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
