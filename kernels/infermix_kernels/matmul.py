@@ -138,10 +138,8 @@ def byte_launch(num_rows: int, num_columns: int, width: int, programs: int) -> M
     split = split_for(triton.cdiv(num_columns, 64), triton.cdiv(width, 256), programs)
     if block_m > 16:
         if num_columns >= 16384:
-            return MatmulLaunch(block_m, 128, 128, 1, 4, 4)
-        if num_columns >= 6144:
-            return MatmulLaunch(block_m, 64, 256, 1, 4, 3)
-        return MatmulLaunch(block_m, 64, 128, min(split, 2), 4, 5)
+            return MatmulLaunch(block_m, 64, 128, 1, 4, 3)
+        return MatmulLaunch(block_m, 64, 256, 1 if num_columns >= 6144 else min(split, 2), 4, 5)
     if num_columns >= 16384:
         return MatmulLaunch(block_m, 64, 256, 1, 4, 4)
     return (

@@ -138,11 +138,17 @@ def tile_launch(num_rows: int, num_columns: int, width: int) -> MatmulLaunch:
     if num_rows > 64:
         return MatmulLaunch(128, 256 if num_columns >= 6144 else 128, RUN, 1, 8, 2)
     if num_rows > 16:
-        block_m = rows_tile(num_rows, 64)
-        return MatmulLaunch(block_m, 128, RUN, 1, 4, 2) if wide else MatmulLaunch(block_m, 64, RUN, split, 4, 2)
+        return _middle_launch(rows_tile(num_rows, 64), num_columns, split)
     if num_rows > 8:
         return MatmulLaunch(16, 64, RUN, split, 4, 3)
-    return MatmulLaunch(8, 128, RUN, 2, 4, 3) if wide else MatmulLaunch(8, 64, RUN, split, 4, 3)
+    return MatmulLaunch(8, 64, RUN, 2, 2, 3, planes=4) if wide else MatmulLaunch(8, 32, RUN, split, 2, 3, planes=4)
+
+
+def _middle_launch(block_m: int, num_columns: int, split: int) -> MatmulLaunch:
+    """17 to 64 rows: long products hide the unpacking, and three stages fit beside them but in the widest linear."""
+    if num_columns >= 16384:
+        return MatmulLaunch(block_m, 64, RUN, 1, 4, 3, planes=4)
+    return MatmulLaunch(block_m, 64, RUN, split, 4, 2 if num_columns >= 6144 else 3, planes=2)
 
 
 def broad_launch(num_rows: int, num_columns: int, width: int) -> MatmulLaunch:
