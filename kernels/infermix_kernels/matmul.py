@@ -76,7 +76,6 @@ def product(
         EVEN_K=width % launch.block_k == 0,
         EVICT="evict_first" if num_rows <= launch.block_m else "",
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-        AHEAD=launch.ahead,
         PDL=pdl,
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,

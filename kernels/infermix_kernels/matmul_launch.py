@@ -18,8 +18,7 @@ class MatmulLaunch:
     `split_k` programs share a tile and its columns. `swap` makes the weight the left operand of the tensor cores,
     whose height is 16 or 64, so that few rows of x do not waste them. With `descriptors`, tiles are fetched by the
     tensor memory accelerator (compute capability 9.0), unswapped and unsplit. Of 4-bit weights, `planes` (1, 2, 4)
-    make one operand of the tensor cores. A dependent launch (`pdl`) asks for `ahead` lines (128 bytes, a power of two
-    or none) of each row of its weights before its inputs are ready.
+    make one operand of the tensor cores.
     """
 
     block_m: int
@@ -32,7 +31,6 @@ class MatmulLaunch:
     swap: bool = True
     descriptors: bool = False
     planes: int = 1
-    ahead: int = 0
 
     def num_tiles(self, rows: int, columns: int) -> int:
         return triton.cdiv(rows, self.block_m) * triton.cdiv(columns, self.block_n)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from infermix_kernels.dependent import fetch_ahead, wait_for_inputs
+from infermix_kernels.dependent import wait_for_inputs
 
 #: How products are scaled: not, by one factor per output feature, or by one per group of input features.
 UNSCALED = tl.constexpr(0)
@@ -111,7 +111,6 @@ def product_kernel(
     EVEN_K: tl.constexpr,
     EVICT: tl.constexpr,
     PRECISION: tl.constexpr,
-    AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """`x [M, K] w [N, K]^T`. Grid: tiles times SPLIT_K. Weights of another dtype are converted to that of x.
@@ -134,10 +133,6 @@ def product_kernel(
     SUM: tl.constexpr = tl.int32 if integers else tl.float32
     acc = tl.zeros([BLOCK_N, BLOCK_M] if SWAP else [BLOCK_M, BLOCK_N], SUM)
     last = tl.minimum(first + steps, tl.cdiv(K, BLOCK_K))
-    if PDL and AHEAD > 0:
-        LINE: tl.constexpr = 1024 // w.dtype.element_ty.primitive_bitwidth
-        early = tl.minimum(first * BLOCK_K + tl.arange(0, AHEAD) * LINE, K - 1)
-        fetch_ahead(w + tl.minimum(columns, N - 1).to(tl.int64)[:, None] * stride_w + early[None, :])
     wait_for_inputs(PDL)
     for step in range(first, last):
         start = step * BLOCK_K

@@ -139,9 +139,8 @@ def tile_launch(num_rows: int, num_columns: int, width: int) -> MatmulLaunch:
         return MatmulLaunch(128, 256 if num_columns >= 6144 else 128, RUN, 1, 8, 2)
     if num_rows > 16:
         return _middle_launch(rows_tile(num_rows, 64), num_columns, split)
-    if num_rows > 8:
-        return MatmulLaunch(16, 64, RUN, split, 4, 3)
-    return MatmulLaunch(8, 64, RUN, 2, 2, 3, planes=4) if wide else MatmulLaunch(8, 32, RUN, split, 2, 3, planes=4)
+    block_m = rows_tile(num_rows, 16)
+    return MatmulLaunch(block_m, 64 if wide else 32, RUN, 2 if wide else split, 2, 3, planes=4)
 
 
 def _middle_launch(block_m: int, num_columns: int, split: int) -> MatmulLaunch:
@@ -222,7 +221,6 @@ def _tiles(
         EVICT="evict_first" if num_rows <= launch.block_m else "",
         ASM=x.dtype != torch.float32 and not interpreted(),
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-        AHEAD=launch.ahead,
         PDL=pdl,
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,

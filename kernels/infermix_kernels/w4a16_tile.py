@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from infermix_kernels.dependent import fetch_ahead, wait_for_inputs
+from infermix_kernels.dependent import wait_for_inputs
 from infermix_kernels.matmul_tile import join_splits, store_product, tile_of
 from infermix_kernels.w4a16_unpack import offset_of, scaled_plane, unpack_plane
 
@@ -82,7 +82,6 @@ def w4_tile_kernel(
     EVICT: tl.constexpr,
     ASM: tl.constexpr,
     PRECISION: tl.constexpr,
-    AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """`x [M, K] w^T`, 256 columns a step. Grid: tiles times SPLIT_K.
@@ -108,12 +107,6 @@ def w4_tile_kernel(
     w_at = words + columns.to(tl.int64)[:, None] * stride_w + tl.arange(0, 32)[None, :]
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     last = tl.minimum(first + steps, tl.cdiv(K, 256))
-    if PDL and AHEAD > 0:
-        early = tl.minimum(first + tl.arange(0, AHEAD), tl.cdiv(K, 256) - 1)
-        inside = tl.minimum(columns, N - 1)
-        fetch_ahead(words + inside.to(tl.int64)[:, None] * stride_w + early[None, :] * 32)
-        groups = first * 256 // GROUP_SIZE + tl.arange(0, AHEAD * PER_STEP)
-        fetch_ahead(scales + tl.minimum(groups, num_groups - 1) * N + tl.minimum(tile_n * BLOCK_N, N - 1))
     wait_for_inputs(PDL)
     for step in range(first, last):
         if EVEN_N:

@@ -151,7 +151,10 @@ def _w4a16(sheet: Sheet, rows: int, table: MatmulTable | None) -> None:
     target, stretch = W4_GOALS.get(rows, (None, None))
     goal = Goal("us/layer", False, target, stretch)
     options = {"workspace": MatmulWorkspace.allocate(DEVICE), "pdl": overlaps_launches(DEVICE)}
-    contenders: list[Contender] = [("ours", partial(_our_w4, options), True)]
+    contenders: list[Contender] = [
+        ("ours", partial(_our_w4, options), True),
+        ("ours, no early starts", partial(_our_w4, {**options, "pdl": False}), True),
+    ]
     if table is not None:
         contenders.append(("ours tuned", partial(_our_w4, {**options, "launches": table}), True))
     contenders += [

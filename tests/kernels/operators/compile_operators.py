@@ -109,10 +109,6 @@ FAST: dict[str, Callable[[], object]] = {
     "w4 tile, one row, early start": lambda: four_bits(1, True, pdl=True),
     "w4 tile, zeros": lambda: four_bits(8, True),
     "w4 tile, large": lambda: four_bits(200),
-    "w4 tile, early start, fetching ahead": lambda: four_bits(
-        8, True, MatmulLaunch(8, 32, 256, 4, 2, 3, planes=4, ahead=4), pdl=True
-    ),
-    "skinny, early start, fetching ahead": lambda: skinny(8, MatmulLaunch(8, 32, 128, 1, 2, 5, ahead=8), pdl=True),
     "int8 gemv": lambda: eight_bits(1, INT8),
     "int8 row, early start": lambda: row(INT8),
     "fp8 row, early start": lambda: row(FP8),
@@ -157,9 +153,8 @@ def main(which: str) -> None:
 
 
 def _kinds(ptx: str) -> dict[str, int]:
-    """How many matrix instructions, early-start waits and requests ahead of them the assembly has."""
-    counted = {"wgmma": "wgmma.mma_async", "waits": "griddepcontrol.wait", "fetches": "prefetch.global.L2"}
-    return {name: ptx.count(text) for name, text in counted.items()}
+    """How many matrix instructions and early-start waits the assembly has."""
+    return {"wgmma": ptx.count("wgmma.mma_async"), "waits": ptx.count("griddepcontrol.wait")}
 
 
 if __name__ == "__main__":
