@@ -92,6 +92,10 @@ class RowSpace:
     def fits(self, num_tokens: int) -> bool:
         return num_tokens <= self._shape.max_model_len
 
+    def steps_for(self, num_seqs: int) -> int:
+        """Whole rows are there already."""
+        return self._shape.max_model_len
+
     def usage(self) -> KVUsage:
         allocated = self._used_tokens
         if self._reserves_whole_rows:

@@ -101,6 +101,7 @@ class FairShareScheduler(IterationScheduler):
     def __init__(self, max_num_seqs: int, max_num_batched_tokens: int, chunked: bool, *, swap: bool, watermark: float,
                  weights: Mapping[str, float], output_weight: float) -> None:  # fmt: skip
         self._queue, self._output_weight = FairQueue(weights), output_weight
+        self._charged: dict[int, int] = {}
         super().__init__(
             max_num_seqs, max_num_batched_tokens, chunked, swap=swap, waiting=self._queue, watermark=watermark
         )
@@ -108,16 +109,30 @@ class FairShareScheduler(IterationScheduler):
     def _take(self, seq: Sequence) -> None:
         if seq.seq_id not in self._ranks:
             self._queue.charge(tenant_of(seq), seq.num_prompt_tokens)
+            self._charged[seq.seq_id] = seq.num_prompt_tokens
         super()._take(seq)
 
+    def finish(self, sequence: Sequence) -> None:
+        charged = self._charged.pop(sequence.seq_id, None)
+        if charged is not None:
+            self._queue.charge(tenant_of(sequence), self._output_weight * (sequence.num_tokens - charged))
+        super().finish(sequence)
+
     def schedule(self, space: KVSpace, now_s: float) -> Plan:
-        plan = super().schedule(space, now_s)
+        self._charge_outputs()
+        return super().schedule(space, now_s)
+
+    def _charge_outputs(self) -> None:
+        """What was produced since the last step that was asked for."""
         given: dict[str, int] = {}
-        for entry in plan.entries:
+        for seq_id, entry in self._running.items():
             seq = entry.sequence
-            if entry.num_new_tokens == len(seq.tokens) + seq.num_inflight - seq.num_computed:  # it gains a token
-                tenant = seq.request.tenant or seq.request.category
-                given[tenant] = given.get(tenant, 0) + 1
+            known = len(seq.tokens) + seq.num_inflight
+            before, self._charged[seq_id] = self._charged[seq_id], known
+            tenant = seq.request.tenant or seq.request.category
+            given[tenant] = given.get(tenant, 0) + known - before
         for tenant, count in given.items():
             self._queue.charge(tenant, self._output_weight * count)
-        return plan
+
+    def _waits_for_an_end(self) -> bool:
+        return False  # who is next in line changes with what the others are given

@@ -85,8 +85,11 @@ class SloAwareScheduler(IterationScheduler):
         self._model.observe(step_s, *measures_of(plan))
 
     def schedule(self, space: KVSpace, now_s: float) -> Plan:
-        self._context_tokens = sum(seq.num_computed for seq in self._running.values())
+        self._context_tokens = sum(entry.sequence.num_computed for entry in self._running.values())
         return super().schedule(space, now_s)
+
+    def _stays(self) -> bool:
+        return not self.num_waiting  # limits and deadlines move with time
 
     def _step_budget(self) -> int:
         running = len(self._running)

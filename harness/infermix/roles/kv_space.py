@@ -192,6 +192,10 @@ class KVSpace(Protocol):
       again for the same tokens, the answer is the same.
     - `evictions() -> list[Eviction]`, what `place` decided since the last call; the store carries it out
       (`KVStore.evict`) before the next forward.
+    - `reserve_next(entries) -> int`: `reserve` of one token more than is computed for the sequence of each entry (a
+      `Scheduled`), in order, until there is no room; returns for how many. One call for a whole step of decodes.
+    - `steps_for(num_seqs) -> int`: for how many steps that many sequences surely get one token more each, if nobody
+      else reserves; each of them holds what it holds now.
     - `counters() -> dict[str, float]`, cumulative figures for the record; `reset_counters()` starts them anew.
     - copy-on-write and prefix caching: `roles.kv_prefix`.
     """

@@ -34,6 +34,10 @@ class Scheduled:
 class Plan:
     """One step: who runs, who lost its KV, and for how many steps the plan stays valid if nothing arrives or ends.
 
+    `valid_steps` above 1: asked again after the step, the scheduler would run the same sequences, one token each,
+    and so on; `KVSpace.reserve` then gives each its next tokens, for all of these steps at once too. Whoever runs
+    ahead must stop at the step in which a sequence of the plan ends.
+
     `swapped_out` and `swapped_in` are preempted and resumed by copies, `moves`, in the order of booking, all swaps
     out before the first swap in. The engine queues the copies before the step; a sequence that comes back may be
     scheduled at once, and the step then waits for it, or later, and the copy runs beside the steps between.

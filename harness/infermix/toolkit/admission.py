@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Many
 
 from infermix.errors import UserError
 from infermix.roles.kv_space import KVSpace
 from infermix.roles.request import Sequence
+from infermix.roles.scheduler import Scheduled
 
 
 def longest_context(sequence: Sequence) -> int:
@@ -48,3 +50,20 @@ def give_back(sequence: Sequence, space: KVSpace) -> None:
     if sequence.num_computed:
         space.release(sequence.seq_id)
         sequence.num_computed = sequence.num_cached = 0
+
+
+def reserve_next(space: KVSpace, entries: Many[Scheduled]) -> int:
+    """Room for the next token of each entry's sequence, in order; returns how many got it before there was none."""
+    ask = getattr(space, "reserve_next", None)
+    if ask is not None:
+        return ask(entries)
+    for count, entry in enumerate(entries):
+        if not space.reserve(entry.sequence.seq_id, entry.sequence.num_computed + 1):
+            return count
+    return len(entries)
+
+
+def steps_for(space: KVSpace, num_seqs: int) -> int:
+    """For how many steps `num_seqs` sequences surely get one token more each; 0 where the space cannot tell."""
+    ask = getattr(space, "steps_for", None)
+    return ask(num_seqs) if ask is not None and not space.recompute else 0

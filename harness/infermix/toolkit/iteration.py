@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable
 from typing import cast
 
 from infermix.errors import OutOfMemory
 from infermix.roles.kv_space import KVSpace, SwapSpace
 from infermix.roles.request import Sequence
 from infermix.roles.scheduler import Plan, Scheduled
-from infermix.toolkit.admission import give_back, refuse_oversized, start_cached
+from infermix.toolkit.admission import give_back, refuse_oversized, reserve_next, start_cached, steps_for
 from infermix.toolkit.swapped import SwappedQueue
 from infermix.toolkit.waiting import KeyedQueue, Rank, WaitingQueue
 
@@ -53,16 +51,15 @@ class IterationScheduler:
         self._waiting: WaitingQueue = KeyedQueue() if waiting is None else waiting
         self._preempted: dict[int, Sequence] = {}
         self._swapped = SwappedQueue()
-        self._running: dict[int, Sequence] = {}
+        #: What runs, in the order of ranks: its entry in every step that gives it one token.
+        self._running: dict[int, Scheduled] = {}
         self._ranks: dict[int, Rank] = {}
-        #: The entry of a running sequence in every step that gives it one token.
-        self._singles: dict[int, Scheduled] = {}
+        self._all_decode = False
 
     def add(self, sequence: Sequence) -> None:
         self._arrived[sequence.seq_id] = sequence
 
     def finish(self, sequence: Sequence) -> None:
-        self._singles.pop(sequence.seq_id, None)
         if self._ranks.pop(sequence.seq_id, None) is None:
             if self._arrived.pop(sequence.seq_id, None) is None:
                 self._waiting.discard(sequence)
@@ -77,11 +74,22 @@ class IterationScheduler:
         self._arrived.clear()
         plan = Plan()
         budget, all_served = self._continue(plan, space, self._step_budget())
+        num_running = len(self._running)
         if all_served:
             budget -= self._resume(plan, space)
         if all_served and not self._swapped:
             self._admit(plan, space, budget, now_s)
+            if self._all_decode and len(plan.entries) == len(self._running) == num_running and self._stays():
+                plan.valid_steps = max(1, steps_for(space, num_running))
         return plan
+
+    def _stays(self) -> bool:
+        """Whether the next steps will be like this one, in which all that run decoded and nobody was let in."""
+        return not self.num_waiting or not self._may_admit(len(self._running)) or self._waits_for_an_end()
+
+    def _waits_for_an_end(self) -> bool:
+        """Whether who was not let in for want of KV stays next in line, and out, until somebody ends."""
+        return True
 
     def _step_budget(self) -> int:
         """Most tokens of this step."""
@@ -101,6 +109,7 @@ class IterationScheduler:
     def _continue(self, plan: Plan, space: KVSpace, budget: int) -> tuple[int, bool]:
         """Next tokens of what runs; returns the budget left and whether every running sequence got its turn."""
         decodes, prompts = self._ready()
+        self._all_decode = not prompts
         budget, all_served = self._decode(decodes, plan, space, budget)
         for seq in prompts:
             if seq.seq_id not in self._running:
@@ -112,43 +121,40 @@ class IterationScheduler:
                 all_served = False
         return budget, all_served and not plan.preempted and not plan.swapped_out
 
-    def _ready(self) -> tuple[list[Sequence], list[Sequence]]:
-        """Running sequences with one new token, and with more."""
-        decodes: list[Sequence] = []
+    def _ready(self) -> tuple[list[Scheduled], list[Sequence]]:
+        """Entries of running sequences with one new token, and sequences with more."""
+        decodes: list[Scheduled] = []
         prompts: list[Sequence] = []
-        for seq in self._running.values():
+        for entry in self._running.values():
+            seq = entry.sequence
             known = len(seq.tokens) + seq.num_inflight
             new = known - seq.num_computed
             if new and known < seq.max_tokens and seq.finish_reason is None:
-                (decodes if new == 1 else prompts).append(seq)
+                if new == 1:
+                    decodes.append(entry)
+                else:
+                    prompts.append(seq)
         return decodes, prompts
 
-    def _decode(self, decodes: list[Sequence], plan: Plan, space: KVSpace, budget: int) -> tuple[int, bool]:
-        """The inner loop of a busy engine: one call of the space per sequence, and little else."""
-        rest: Iterable[Sequence] = iter(decodes)
+    def _decode(self, decodes: list[Scheduled], plan: Plan, space: KVSpace, budget: int) -> tuple[int, bool]:
+        """In one go while neither tokens nor KV run out, as in nearly every step of a busy engine."""
+        done = 0
         if not space.recompute and budget >= len(decodes):
-            append, reserve, singles = plan.entries.append, space.reserve, self._singles
-            for seq in rest:
-                if not reserve(seq.seq_id, seq.num_computed + 1):
-                    rest = itertools.chain((seq,), rest)
-                    break
-                append(singles[seq.seq_id])
-            budget -= len(plan.entries)
-        return self._decode_in_need(rest, plan, space, budget)
+            done = reserve_next(space, decodes)
+            plan.entries = decodes if done == len(decodes) else decodes[:done]
+        return self._decode_in_need(decodes[done:], plan, space, budget - done)
 
-    def _decode_in_need(
-        self, decodes: Iterable[Sequence], plan: Plan, space: KVSpace, budget: int
-    ) -> tuple[int, bool]:
-        """The same where tokens or KV may run out."""
+    def _decode_in_need(self, decodes: list[Scheduled], plan: Plan, space: KVSpace, budget: int) -> tuple[int, bool]:
         all_served, running, reserve = True, self._running, space.reserve
-        for seq in decodes:
+        for entry in decodes:
+            seq = entry.sequence
             if seq.seq_id not in running:
                 continue
             cost = seq.num_tokens if space.recompute else 1
             needed = seq.num_computed + 1
             affordable = cost <= budget or (not plan.entries and (space.recompute or not self._chunked))
             if affordable and (reserve(seq.seq_id, needed) or self._make_room(seq, needed, plan, space)):
-                plan.entries.append(self._singles[seq.seq_id])
+                plan.entries.append(entry)
                 budget -= cost
             else:
                 all_served = False
@@ -175,7 +181,8 @@ class IterationScheduler:
 
     def _make_room(self, seq: Sequence, num_tokens: int, plan: Plan, space: KVSpace) -> bool:
         while not space.reserve(seq.seq_id, num_tokens):
-            victim = next(other for other in reversed(self._running.values()) if not other.exhausted)
+            running = reversed(self._running.values())
+            victim = next(other.sequence for other in running if not other.sequence.exhausted)
             if victim is seq:
                 if len(self._running) == 1:
                     raise OutOfMemory(f"no KV memory for token {num_tokens} of {seq.request.request_id!r}")
@@ -184,7 +191,7 @@ class IterationScheduler:
         return True
 
     def _preempt(self, victim: Sequence, plan: Plan, space: KVSpace) -> None:
-        del self._running[victim.seq_id], self._singles[victim.seq_id]
+        del self._running[victim.seq_id]
         plan.entries = [entry for entry in plan.entries if entry.sequence is not victim]
         if self._swap and self._swapped.swap_out(victim, plan, cast(SwapSpace, space)):
             return
@@ -239,11 +246,9 @@ class IterationScheduler:
     def _enter(self, seq: Sequence, rank: Rank) -> None:
         """Running sequences are kept in the order of their ranks."""
         last = next(reversed(self._running), None)
-        self._running[seq.seq_id] = seq
-        self._singles[seq.seq_id] = Scheduled(seq, 1)
+        self._running[seq.seq_id] = Scheduled(seq, 1)
         if last is not None and self._ranks[last] > rank:
-            ordered = sorted(self._running.values(), key=lambda each: self._ranks[each.seq_id])
-            self._running = {each.seq_id: each for each in ordered}
+            self._running = dict(sorted(self._running.items(), key=lambda item: self._ranks[item[0]]))
 
     def _fits_above_watermark(self, seq: Sequence, space: KVSpace) -> bool:
         if not self._watermark or not self._running:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from infermix.errors import UserError
 from infermix.roles.kv_space import BlockMoves, KVBudget, KVGroup, KVShape, KVUsage
 from infermix.toolkit.block_copies import BlockCopies
 from infermix.toolkit.block_pool import BlockPool
 from infermix.toolkit.host_blocks import HostBlocks
+
+if TYPE_CHECKING:
+    from infermix.roles.scheduler import Scheduled
 
 
 def bytes_per_token(groups: tuple[KVGroup, ...], element_bytes: float) -> float:
@@ -99,6 +103,25 @@ class PagedSpace:
         self._num_unused += missing * self._block_size - (num_tokens - length)
         return True
 
+    def reserve_next(self, entries: Sequence[Scheduled]) -> int:
+        """Most sequences find room in their last block, and nothing else has to be looked at."""
+        lengths, tables, size, cut = self._lengths, self._tables, self._block_size, self._cut
+        more = served = 0
+        for entry in entries:
+            seq = entry.sequence
+            seq_id, wanted = seq.seq_id, seq.num_computed + 1
+            length = lengths[seq_id]
+            if wanted > length:
+                if wanted <= len(tables[seq_id]) * size and seq_id not in cut:
+                    lengths[seq_id] = wanted
+                    more += wanted - length
+                elif not self.reserve(seq_id, wanted):
+                    break
+            served += 1
+        self._num_reserved += more
+        self._num_unused -= more
+        return served
+
     def truncate(self, seq_id: int, num_tokens: int) -> None:
         length, table = self._lengths[seq_id], self._tables[seq_id]
         if num_tokens >= length:
@@ -160,6 +183,10 @@ class PagedSpace:
     def fits(self, num_tokens: int) -> bool:
         limit = min(self._shape.max_model_len, self._shape.capacity_tokens)
         return num_tokens <= limit
+
+    def steps_for(self, num_seqs: int) -> int:
+        """As many tokens as a block has take at most one block each; a cut sequence may need one more."""
+        return self._pool.num_free // num_seqs * self._block_size if num_seqs and not self._cut else 0
 
     def usage(self) -> KVUsage:
         allocated = self._pool.num_used * self._block_size

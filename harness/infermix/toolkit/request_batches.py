@@ -9,6 +9,9 @@ from infermix.roles.request import Sequence
 from infermix.roles.scheduler import Plan, Scheduled
 from infermix.toolkit.admission import give_back, longest_context, refuse_oversized, start_cached
 
+#: Steps for which a batch of decodes stays as it is: nobody joins, and its KV is there.
+UNTIL_AN_END = 1 << 30
+
 
 class RequestBatchScheduler:
     """KV for the longest possible output is reserved when a batch starts, so nothing is ever preempted.
@@ -45,11 +48,11 @@ class RequestBatchScheduler:
             if wake_s > now_s:
                 return Plan(wake_s=wake_s)
             self._start_batch(space)
-        return Plan(self._entries(space))
+        return self._continue(space)
 
-    def _entries(self, space: KVSpace) -> list[Scheduled]:
+    def _continue(self, space: KVSpace) -> Plan:
         """The inner loop of a busy engine."""
-        entries, singles, reserve = [], self._singles, space.reserve
+        entries, singles, reserve, tokens = [], self._singles, space.reserve, 0
         for seq_id, seq in self._running.items():
             known = len(seq.tokens) + seq.num_inflight
             new = known - seq.num_computed
@@ -59,7 +62,9 @@ class RequestBatchScheduler:
             held = reserve(seq_id, seq.max_tokens - 1)
             assert held, f"the KV of {seq.request.request_id!r} was given to another sequence"
             entries.append(singles[seq_id] if new == 1 else Scheduled(seq, new))
-        return entries
+            tokens += new
+        stays = tokens == len(self._running) == len(entries) and not space.recompute
+        return Plan(entries, valid_steps=UNTIL_AN_END if stays else 1)
 
     def _stamp(self, now_s: float) -> None:
         for seq_id in self._arrived:
