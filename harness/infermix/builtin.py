@@ -1,8 +1,9 @@
-"""The components that come with the core: the native engine, the workloads and the evaluators."""
+"""The components that come with the core: the engines, the workloads and the evaluators."""
 
 from __future__ import annotations
 
 from infermix.engine.components import COMPONENTS as ENGINES
+from infermix.engine.simulated.components import COMPONENTS as SIMULATED
 from infermix.hookspecs import hookimpl
 from infermix.quality.components import COMPONENTS as EVALUATORS
 from infermix.roles.component import Component
@@ -12,7 +13,7 @@ from infermix.workload.trace_components import COMPONENTS as TRAFFIC
 
 @hookimpl
 def infermix_engine() -> list[Component]:
-    return list(ENGINES)
+    return [*ENGINES, *SIMULATED]
 
 
 @hookimpl

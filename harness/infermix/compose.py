@@ -24,6 +24,7 @@ from infermix.fitting import Fitter
 from infermix.measure.names import measure_faults
 from infermix.plugins import Catalogue
 from infermix.roles.component import PART_ROLES, Choice, Features, Role
+from infermix.roles.engine import EngineOptions
 from infermix.roles.evaluator import EvaluatorOptions
 from infermix.roles.facts import MachineFacts, ModelFacts, ResolvedSource
 from infermix.roles.quantizer import QuantizerOptions
@@ -32,6 +33,8 @@ from infermix.spec.experiment import DEFAULT_PARTS, Cell, Limits, Measure, Model
 from infermix.spec.load import Sweep
 from infermix.spec.validate import Locate, Report, check_struct, nowhere
 from infermix.spec.yaml_marks import KeyPath
+
+_ReadsFiles = WorkloadOptions | EvaluatorOptions | QuantizerOptions | EngineOptions
 
 #: How the place of a line inside a data file ends.
 _IN_FILE = re.compile(r":\d+$")
@@ -149,6 +152,7 @@ class _Chooser:
             return None
         if evaluators is None or transforms is None:
             return None
+        self._check_files(engine, ("engine",), experiment.base, report)
         self._check_files(workload, ("workload",), experiment.base, report)
         for index, evaluator in enumerate(evaluators):
             self._check_files(evaluator, ("quality", index), experiment.base, report)
@@ -195,7 +199,7 @@ class _Chooser:
 
     def _check_files(self, choice: Choice, at: KeyPath, base: str, report: Report) -> None:
         """Files that options name are read once per distinct choice, before anything starts."""
-        if not isinstance(choice.options, WorkloadOptions | EvaluatorOptions | QuantizerOptions):
+        if not isinstance(choice.options, _ReadsFiles):
             return
         key = (id(choice), base)
         if key not in self._checked:
@@ -214,7 +218,7 @@ class _Chooser:
         return f"{hint or ''}; plugins that failed to load: {broken}".strip("; ") if broken else hint
 
 
-def _fault_of(options: WorkloadOptions | EvaluatorOptions | QuantizerOptions, base: Path) -> UserError | None:
+def _fault_of(options: _ReadsFiles, base: Path) -> UserError | None:
     try:
         options.check(base)
     except UserError as error:

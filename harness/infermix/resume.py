@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from infermix.cell.simulation import is_simulated
 from infermix.plugins import UNPACKAGED
 from infermix.record.environment import package_versions
 from infermix.record.record import Summary
@@ -62,7 +63,7 @@ class Earlier:
         ours = _planned_track(plan)
         for (_, fingerprint), (record, _) in self._latest.items():
             same_machine = fingerprint == plan.machine.fingerprint
-            if record.baseline and same_machine and _track(record.experiment, record.device, record.data) == ours:
+            if record.baseline and same_machine and _recorded_track(record) == ours:
                 return record
         return None
 
@@ -96,8 +97,13 @@ def _key(record: Summary) -> tuple[str, str]:
 
 
 def _planned_track(plan: CellPlan) -> tuple[Any, ...]:
-    return _track(msgspec.to_builtins(plan.cell.experiment), plan.device, plan.cell.data)
+    experiment = msgspec.to_builtins(plan.cell.experiment)
+    return _track(experiment, plan.device, plan.cell.data, is_simulated(plan))
 
 
-def _track(experiment: dict[str, Any], device: str, data: Mapping[str, str]) -> tuple[Any, ...]:
-    return (*(experiment.get(key) for key in ("model", "workload", "seed")), device, workload_data(data))
+def _recorded_track(record: Summary) -> tuple[Any, ...]:
+    return _track(record.experiment, record.device, record.data, record.simulated)
+
+
+def _track(experiment: dict[str, Any], device: str, data: Mapping[str, str], simulated: bool) -> tuple[Any, ...]:
+    return (*(experiment.get(key) for key in ("model", "workload", "seed")), device, workload_data(data), simulated)

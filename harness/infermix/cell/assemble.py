@@ -12,6 +12,7 @@ import msgspec
 from infermix.cell.gates import Baseline, Evidence, failed_gates, output_shares
 from infermix.cell.parts import planned_engine, planned_parts, planned_transforms
 from infermix.cell.roofline import roofline
+from infermix.cell.simulation import is_simulated, simulation_guard
 from infermix.measure import guards as guard
 from infermix.measure.clock import utc_stamp
 from infermix.measure.metrics import summarise
@@ -40,6 +41,7 @@ def planned_record(plan: CellPlan, environment: dict[str, Any]) -> Record:
         baseline=cell.baseline,
         experiment=_shareable(msgspec.to_builtins(cell.experiment)),
         data=dict(cell.data),
+        simulated=is_simulated(plan),
         state="invalid",
         reason="; ".join(plan.reasons),
         device=plan.device,
@@ -162,15 +164,16 @@ def _add_metrics(record: Record, plan: CellPlan, answers: Answers) -> None:
         *_guards(record, answers.setup, measure.guards),
         *_executed_guard(record),
         *_self_check_guard(record),
+        *simulation_guard(record),
     ]
-    record.roofline = roofline(plan, record)
+    record.roofline = {"reason": "simulated"} if record.simulated else roofline(plan, record)
 
 
 def _guards(record: Record, setup: SetupDone, limits: Mapping[str, float]) -> list[GuardResult]:
     evidence = guard.Evidence(
         repeats=record.repeats,
         concurrency=setup.concurrency,
-        device=record.device,
+        device="cpu" if record.simulated else record.device,
         steady=setup.warmup_steady,
     )
     return guard.run_guards(evidence, limits)

@@ -21,10 +21,11 @@ from infermix.measure.clock import now_ns
 from infermix.measure.drive import drive
 from infermix.measure.goodput import output_tokens
 from infermix.measure.memory import MemoryMeter
-from infermix.measure.repeat import measure_repeat
+from infermix.measure.repeat import measure_repeat, simulate_repeat
 from infermix.measure.stats import is_steady
+from infermix.measure.thin import thin
 from infermix.plugins import distributions, load_catalogue
-from infermix.protocol import CeilingsDone, Done, QualityDone, RepeatDone, RunRepeat, Setup, SetupDone
+from infermix.protocol import CeilingsDone, Done, OutputFigures, QualityDone, RepeatDone, RunRepeat, Setup, SetupDone
 from infermix.record.environment import capture_environment
 from infermix.record.record import QualityRecord, Repeat
 from infermix.roles.component import Role
@@ -75,11 +76,13 @@ class CellSession:
         with self._meter.phase("measure"):
             repeat = self._measure(requests, command.companions)
         elapsed_s = (now_ns() - started) / 1e9
+        if self._is_virtual:
+            thin(repeat, self._cell.experiment.measure.goodput)
         done = RepeatDone(
             repeat=repeat,
-            figures=figures(repeat, requests),
+            figures=OutputFigures() if self._is_virtual else figures(repeat, requests),
             elapsed_s=elapsed_s,
-            first=first_outputs(repeat, requests, self._ready.tokenizer),
+            first=[] if self._is_virtual else first_outputs(repeat, requests, self._ready.tokenizer),
             memory=self._meter.figures(),
             executed=dict(self._ready.report().executed),
         )
@@ -122,6 +125,11 @@ class CellSession:
     def _ready(self) -> Engine:
         assert self._engine is not None, "setup comes first"
         return self._engine
+
+    @property
+    def _is_virtual(self) -> bool:
+        """Whether no token is computed and no time is measured."""
+        return hasattr(self._ready, "clock")
 
     @property
     def _base(self) -> Path:
@@ -199,7 +207,7 @@ class CellSession:
     def _warm_up(self) -> list[float]:
         """Output tokens/s of unmeasured repeats, until steady or `max_warmup`."""
         measure = self._cell.experiment.measure
-        most = max(measure.warmup, measure.max_warmup) if measure.warmup else 0
+        most = max(measure.warmup, measure.max_warmup) if measure.warmup and not self._is_virtual else 0
         rates: list[float] = []
         while len(rates) < most and not (len(rates) >= measure.warmup and is_steady(rates)):
             self._phases.report("warmup", len(rates) / most)
@@ -221,6 +229,8 @@ class CellSession:
     def _measure(self, requests: Sequence[Request], companions: Sequence[int]) -> Repeat:
         assert self._workload is not None
         self._ready.reset()
+        if self._is_virtual:
+            return simulate_repeat(self._ready, requests, self._workload.concurrency)
         own = psutil.Process()
         return measure_repeat(
             self._ready,

@@ -97,7 +97,7 @@ def _latencies(record: Record) -> Iterator[RenderableType]:
     kinds = {
         "TTFT": [value for sample in samples if (value := ttft_s(sample)) is not None],
         "TPOT": [value for sample in samples if (value := tpot_s(sample)) is not None],
-        "ITL": [gap for sample in samples for gap in gaps_s(sample)],
+        "ITL": [gap for each in record.repeats if not each.gaps for s in each.requests for gap in gaps_s(s)],
         "E2E": [value for sample in samples if (value := e2e_s(sample)) is not None],
     }
     for name, values in kinds.items():

@@ -113,6 +113,7 @@ class _Run:
         self.thinking: list[tuple[int, int, Request]] = []
         self.num_turns = 0
         self.engine, self.concurrency, self.clock = engine, concurrency, clock
+        self.expect = getattr(engine, "expect", None)
         self.pending = deque(ordered)
         in_order = [*ordered, *self.turns_after.values()]
         self.kept = {request.request_id for request in in_order[:keep_outputs]}
@@ -128,6 +129,8 @@ class _Run:
         while self.pending or self.running or self.thinking:
             self._submit_due()
             if self.engine.has_work:
+                if self.expect is not None:
+                    self.expect(self._next_due_ns())
                 self._step()
             elif self.running:
                 raise InfermixError(

@@ -9,11 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from infermix.errors import UserError
 from infermix.measure import goodput as per_request
 from infermix.measure.goodput import check_goodput, meets_limits, output_tokens
 from infermix.measure.kv_figures import KV_FIGURES, Better, kv_figures
 from infermix.measure.speculation import speculation, speculation_metric
 from infermix.measure.stats import positive_interval
+from infermix.record.gaps import GapHistogram
 from infermix.record.record import Metric, Repeat, RequestSample
 
 PERCENTILES = (50, 90, 99)
@@ -34,6 +36,7 @@ _RATES: Mapping[str, tuple[str, Better]] = {
     "goodput_rps": ("requests/s", "higher"),
     "tokens_per_emission": ("tokens", "none"),
     "failed_share": ("", "lower"),
+    "requests": ("requests", "none"),
     **KV_FIGURES,
 }
 
@@ -50,11 +53,21 @@ def summarise(repeats: Sequence[Repeat], goodput: Mapping[str, float] | None = N
     check_goodput(limits)
     values: dict[str, list[float]] = {}
     for repeat in repeats:
-        drafting = speculation(repeat.environment.get("counters", {}), repeat.wall_s)
-        figures = {**rates(repeat, limits), **latencies(repeat), **kv_figures(repeat), **drafting}
-        for name, value in figures.items():
+        for name, value in (repeat.figures or repeat_figures(repeat, limits)).items():
             values.setdefault(name, []).append(value)
     return {name: _metric(name, samples) for name, samples in values.items()}
+
+
+def repeat_figures(repeat: Repeat, limits: Mapping[str, float]) -> dict[str, float]:
+    """Every figure of one repeat. Raises `UserError` for a limit that its samples cannot be held to."""
+    if repeat.gaps is not None and "itl_s" in limits:
+        raise UserError(
+            "this run keeps no times between the tokens of a request, so none can be held to a limit on them",
+            key="measure.goodput.itl_s",
+            hint="engine.detail: tokens keeps them",
+        )
+    drafting = speculation(repeat.environment.get("counters", {}), repeat.wall_s)
+    return {**rates(repeat, limits), **latencies(repeat), **kv_figures(repeat), **drafting}
 
 
 def _metric(name: str, samples: list[float]) -> Metric:
@@ -77,7 +90,7 @@ def rates(repeat: Repeat, limits: Mapping[str, float]) -> dict[str, float]:
     figures: dict[str, float] = {}
     if repeat.requests:
         figures["failed_share"] = 1 - len(done) / len(repeat.requests)
-    if emissions := sum(map(per_request.num_emissions, done)):
+    if repeat.gaps is None and (emissions := sum(map(per_request.num_emissions, done))):
         figures["tokens_per_emission"] = sum(map(output_tokens, done)) / emissions
     if wall_s <= 0:
         return figures
@@ -99,8 +112,16 @@ def latencies(repeat: Repeat) -> dict[str, float]:
     for name, measure in _LATENCIES.items():
         values = [value for sample in done if (value := measure(sample)) is not None]
         figures.update(_distribution(name, values))
-    figures.update(_distribution("itl_s", [gap for sample in done for gap in per_request.gaps_s(sample)]))
-    return figures
+    if repeat.gaps is None:
+        return {**figures, **_distribution("itl_s", [gap for sample in done for gap in per_request.gaps_s(sample)])}
+    return {**figures, **_of_histogram("itl_s", repeat.gaps)}
+
+
+def _of_histogram(name: str, gaps: GapHistogram) -> dict[str, float]:
+    if not gaps.num_gaps:
+        return {}
+    found = dict(zip(PERCENTILES, gaps.percentiles(PERCENTILES), strict=True))
+    return {f"{name}_mean": gaps.mean_s, **{f"{name}_p{percentile}": value for percentile, value in found.items()}}
 
 
 def _distribution(name: str, values: Sequence[float]) -> dict[str, float]:

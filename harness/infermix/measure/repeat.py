@@ -5,10 +5,11 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 from infermix.measure.clock import Clock
 from infermix.measure.drive import drive
-from infermix.measure.goodput import failed
+from infermix.measure.goodput import failed, output_tokens
 from infermix.measure.surroundings import Watch
 from infermix.record.record import Repeat, RequestSample
 from infermix.roles.engine import Engine
@@ -43,6 +44,23 @@ def measure_repeat(
         **compare_lengths(repeat.requests, requests, input_tokens),
         "shareable_tokens": shareable_tokens(requests),
     }
+    return repeat
+
+
+def simulate_repeat(engine: Any, requests: Sequence[Request], concurrency: int | None) -> Repeat:
+    """`drive` on the virtual clock of an engine that has one; nothing of the machine is looked at."""
+    before = dict(engine.report().counters)
+    gc.collect()
+    gc.disable()  # nothing of a simulation is a cycle, and a million requests take long to look through
+    try:
+        repeat = drive(engine, requests, concurrency, clock=engine.clock)
+    finally:
+        gc.enable()
+    repeat.environment = {"counters": _moved(before, engine.report().counters)}
+    if repeat.environment["counters"].get("prefix_hit_tokens"):
+        repeat.environment["shareable_tokens"] = shareable_tokens(requests)
+    if any(len(sample.emissions) < output_tokens(sample) for sample in repeat.requests):
+        repeat.gaps = engine.gaps()
     return repeat
 
 

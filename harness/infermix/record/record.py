@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from infermix.record.gaps import GapHistogram
+
 SCHEMA_VERSION = 1
 
 State = Literal["ok", "invalid", "oom", "timeout", "error", "wrong"]
@@ -81,14 +83,20 @@ class RequestSample(msgspec.Struct, kw_only=True, omit_defaults=True):
         return [self, *self.more_outputs]
 
 
-class Repeat(msgspec.Struct, kw_only=True):
-    """Raw samples of one measured repeat."""
+class Repeat(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Raw samples of one repeat.
+
+    With `gaps`, `emissions` hold only the first token and all others with the last, and the times between tokens are
+    there. With `figures`, `requests` are but a sample, and the figures are those of all.
+    """
 
     wall_s: float
     requests: list[RequestSample]
     steps: int = 0
     generator_late_s: float = 0.0
     environment: dict[str, Any] = {}
+    gaps: GapHistogram | None = None
+    figures: dict[str, float] = {}
 
 
 class QualityRecord(msgspec.Struct, kw_only=True):
@@ -105,6 +113,7 @@ class QualityRecord(msgspec.Struct, kw_only=True):
 class Summary(msgspec.Struct, kw_only=True):
     """What tables need of a record: everything but the raw samples, the outputs and the log.
 
+    `simulated`: nothing was measured, a model of step times on a virtual clock said when tokens would come.
     `experiment` is the resolved experiment as plain data, without its sweep; `data` the sha256 of every file that its
     options name (`workload.path` -> sha256). `track` groups comparable rows
     (see `record.track`). `model` holds at least `digest` (of the configuration, whatever the dtype) and
@@ -124,6 +133,7 @@ class Summary(msgspec.Struct, kw_only=True):
     track: str = ""
     experiment: dict[str, Any] = {}
     data: dict[str, str] = {}
+    simulated: bool = False
     state: State
     reason: str = ""
     device: str = ""

@@ -1,8 +1,8 @@
 """Tracks: which records may share a table.
 
 Rows are comparable when they ran the same model (same kind of weights), the same workload over the same data, drawn
-from the same seed, with the same number of threads, on the same machine and device. Everything else (parts, engine,
-dtype) is what a table compares.
+from the same seed, with the same number of threads, on the same machine and device, and were either all measured or
+all simulated. Everything else (parts, engine, dtype) is what a table compares.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ def track_fields(record: Summary) -> dict[str, Any]:
         "num_threads": _plain(experiment.get("limits")).get("num_threads"),
         "machine": machine_of(record).get("fingerprint", ""),
         "device": record.device,
+        **({"simulated": True} if record.simulated else {}),
     }
 
 
@@ -55,7 +56,8 @@ def track_title(record: Summary) -> str:
     workload = _plain(record.experiment.get("workload")).get("name", "unknown workload")
     machine = machine_of(record).get("name") or "unknown machine"
     dummy = " (dummy weights)" if _plain(record.experiment.get("model")).get("weights") == "dummy" else ""
-    return f"{model_label(record)}{dummy}, {workload}, {record.device or 'unknown device'} ({machine})"
+    told = "simulated: " if record.simulated else ""
+    return f"{told}{model_label(record)}{dummy}, {workload}, {record.device or 'unknown device'} ({machine})"
 
 
 def model_label(record: Summary) -> str:

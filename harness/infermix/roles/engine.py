@@ -6,12 +6,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from infermix.roles.component import Options
+
 if TYPE_CHECKING:
     from pathlib import Path
 
     from infermix.roles.component import Choice, Registered, Role
     from infermix.roles.facts import MachineFacts, ModelFacts, ResolvedSource
     from infermix.roles.request import Request, TokenEvent
+
+
+class EngineOptions(Options, frozen=True):
+    """Base of the options of an engine that reads files."""
+
+    def check(self, base: Path) -> None:
+        """Raises `UserError` when files that the options name, relative to `base`, cannot be used."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +108,14 @@ class Tokenizer(Protocol):
 
 
 class Engine(Protocol):
-    """A running model. Not thread-safe; one step at a time."""
+    """A running model. Not thread-safe; one step at a time.
+
+    An engine whose time is virtual has `clock` (`measure.clock.Clock`), which its `step` moves, and:
+
+    - `expect(time_ns)`, told before every step: nothing arrives before that moment of its clock (`None`: before
+      a request ends), so `step` may go on until then;
+    - `gaps() -> record.gaps.GapHistogram` since the last `reset`, when its events tell only of first and last tokens.
+    """
 
     #: `None` for a model without a tokenizer (dummy weights).
     tokenizer: Tokenizer | None

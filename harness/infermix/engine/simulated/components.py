@@ -1,0 +1,96 @@
+"""The simulated engine as a component: options and features, no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
+
+from infermix.errors import UserError
+from infermix.roles.component import PART_ROLES, Component, Features, Role
+from infermix.roles.engine import EngineOptions
+from infermix.roles.facts import MachineFacts, ModelFacts
+
+#: Feature of an engine whose time is virtual: its records are marked, and never share a table with measured ones.
+SIMULATED = "engine:simulated"
+
+
+class ReplicaOptions(EngineOptions, frozen=True):
+    """Several equal engines behind a router."""
+
+    replicas: Annotated[
+        int, Meta(ge=1, description="equal engines, each with KV and scheduler of its own", extra={"unit": "engines"})
+    ] = 1
+    router: Annotated[
+        Literal["round_robin", "least_loaded", "prefix_affine"],
+        Meta(
+            description="who gets a request: one after the other; the one with the fewest requests; the one that was "
+            "sent the longest beginning of the prompt before, unless it is too busy"
+        ),
+    ] = "round_robin"
+
+
+class SimulatedOptions(ReplicaOptions, frozen=True):
+    """How long steps take, and what is told of them."""
+
+    calibration: (
+        Annotated[
+            str,
+            Meta(
+                min_length=1,
+                description="file of `infermix calibrate`, relative to the experiment; null: the roofline of this "
+                "machine's measured ceilings over `efficiency`",
+            ),
+        ]
+        | None
+    ) = None
+    efficiency: Annotated[
+        float, Meta(gt=0, le=1, description="without a calibration: share of the roofline that steps reach")
+    ] = 0.6
+    overhead_s: Annotated[
+        float, Meta(ge=0, description="without a calibration: what every step takes besides", extra={"unit": "s"})
+    ] = 0.0005
+    detail: Annotated[
+        Literal["requests", "tokens"],
+        Meta(
+            description="requests: first and last token of each, times between tokens as a histogram; tokens: the "
+            "time of every token, for short runs and limits on itl_s"
+        ),
+    ] = "requests"
+    jump: Annotated[
+        bool, Meta(description="run a plan that stays valid to the next event instead of asking at every step")
+    ] = True
+
+    def check(self, base: Path) -> None:
+        """Raises `UserError` for a calibration that cannot be read."""
+        if self.calibration is not None:
+            from infermix.cost.calibration_file import read_step_times
+
+            try:
+                read_step_times(base / self.calibration)
+            except UserError as error:
+                raise UserError(error.message, where=error.where, key="calibration", hint=error.hint) from None
+
+
+def _build(options: SimulatedOptions, context: Any) -> Any:
+    from infermix.engine.simulated.build import build_engine
+
+    return build_engine(options, context)
+
+
+def _provides(options: SimulatedOptions, model: ModelFacts, machine: MachineFacts) -> Features:
+    return frozenset({SIMULATED, "engine:parts"})
+
+
+COMPONENTS = (
+    Component(
+        name="simulated",
+        role=Role.ENGINE,
+        summary="scheduler, KV space and metrics on a virtual clock, steps as long as a model of them says",
+        build=_build,
+        options=SimulatedOptions,
+        provides=_provides,
+        hosts=frozenset((*PART_ROLES, Role.TRANSFORM)),
+    ),
+)
