@@ -49,6 +49,23 @@ class LookaheadOptions(Options, frozen=True):
             )
 
 
+class SyntheticOptions(Options, frozen=True):
+    num_draft_tokens: Annotated[
+        int, Meta(ge=1, le=63, description="drafts verified per step", extra={"unit": "tokens"})
+    ] = 7
+    tokens_per_forward: Annotated[
+        float,
+        Meta(ge=1, description="mean tokens of a sequence per forward, at most num_draft_tokens + 1"),
+    ] = 3.0
+
+    def __post_init__(self) -> None:
+        if self.tokens_per_forward > self.num_draft_tokens + 1:
+            raise ValueError(
+                f"{self.num_draft_tokens} drafts give at most {self.num_draft_tokens + 1} tokens per forward, not "
+                f"{self.tokens_per_forward:g}"
+            )
+
+
 class BeamOptions(DecoderOptions, frozen=True, kw_only=True):
     num_beams: Annotated[int, Meta(ge=2, le=64, description="unfinished outputs kept per request")] = 4
     length_penalty: Annotated[

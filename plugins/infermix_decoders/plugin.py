@@ -14,6 +14,7 @@ from infermix_decoders.options import (
     PromptLookupOptions,
     SelfSpeculativeOptions,
     SpeculativeOptions,
+    SyntheticOptions,
 )
 
 if TYPE_CHECKING:
@@ -70,6 +71,18 @@ def _build_lookahead(options: LookaheadOptions, context: DecoderContext) -> Any:
     return TreeDecoder(
         LookaheadDrafter(options.window, options.ngram, options.guesses, pool_from_prompt=options.pool_from_prompt),
         options.window + options.ngram - 2,
+        context.max_model_len,
+        uniform=context.device.startswith("cuda"),
+        clock_ns=context.clock_ns,
+    )
+
+
+def _build_synthetic(options: SyntheticOptions, context: DecoderContext) -> Any:
+    from infermix_decoders.synthetic_acceptance import SyntheticDecoder
+
+    return SyntheticDecoder(
+        options.tokens_per_forward,
+        options.num_draft_tokens,
         context.max_model_len,
         uniform=context.device.startswith("cuda"),
         clock_ns=context.clock_ns,
@@ -164,6 +177,16 @@ COMPONENTS = (
         requires=("torch",),
         needs=_needs_truncate,
         provides=_drafts,
+    ),
+    Component(
+        name="synthetic_acceptance",
+        role=Role.DECODER,
+        summary="for cost only: verifies drafts and keeps a stated number, right or wrong; outputs mean nothing",
+        build=_build_synthetic,
+        options=SyntheticOptions,
+        requires=("torch",),
+        needs=_needs_truncate,
+        lossless=lambda options: False,
     ),
 )
 

@@ -207,7 +207,7 @@ class SpeculativeDecoder:
         sequence, drafts = row.entry.sequence, row.drafts[: row.num_real]
         count = accepted(draws, drafts) if stays is None else _leading(stays[: row.num_real])
         tokens = (*drafts[:count], draws[count])
-        self._counters.count(row.num_real, count)
+        self._counters.count(row.num_real, count, category=sequence.request.category)
         self._length.observe(row.num_real, count)
         sampler.accept(sequence, tokens)
         self._draft.keep(sequence, len(sequence.tokens) + count)

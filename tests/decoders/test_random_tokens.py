@@ -10,7 +10,7 @@ from infermix.plugins import load_catalogue
 from infermix.spec.load import load_experiment
 
 CATALOGUE = load_catalogue()
-DRAFTING = ("prompt_lookup", "jacobi", "self_speculative", "{use: speculative, draft: target}")
+DRAFTING = ("prompt_lookup", "jacobi", "lookahead", "self_speculative", "{use: speculative, draft: target}")
 
 
 @pytest.mark.parametrize("decoder", DRAFTING)

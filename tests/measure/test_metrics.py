@@ -137,3 +137,16 @@ def test_units_and_directions() -> None:
 def test_an_unknown_goodput_limit_is_refused() -> None:
     with pytest.raises(UserError, match=r"measure.goodput.tpt_s: .*did you mean 'tpot_s'"):
         summarise([REPEAT], {"tpt_s": 1.0})
+
+
+def test_time_per_token_of_each_category() -> None:
+    samples = [
+        sample("a", 0.0, (1.0, 1), (2.0, 1), category="qa"),
+        sample("b", 0.0, (1.0, 1), (4.0, 1), category="qa"),
+        sample("c", 0.0, (1.0, 1), (1.5, 1), category="rag"),
+        sample("d", 0.0, (1.0, 1), (1.5, 1)),
+    ]
+    metrics = summarise([Repeat(wall_s=5.0, requests=samples)])
+    assert metrics["tpot_s_mean[qa]"].value == pytest.approx(2.0)
+    assert metrics["tpot_s_mean[rag]"].value == pytest.approx(0.5)
+    assert metrics["tpot_s_mean[qa]"].unit == "s"

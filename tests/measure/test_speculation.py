@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from infermix.measure.metrics import summarise
-from infermix.measure.speculation import speculation
+from infermix.measure.speculation import speculation, speculation_metric
 from infermix.record.record import Repeat
 
 #: Three rounds of three drafts (3, 1 and 0 accepted) and one plain step, in two target forwards.
@@ -53,3 +53,12 @@ def test_absent_without_drafting() -> None:
 
 def test_no_rate_of_nothing() -> None:
     assert speculation(dict.fromkeys(COUNTERS, 0.0), wall_s=2.0) == {"draft_time_share": 0.0}
+
+
+def test_figures_of_categories() -> None:
+    counted = {"verifications[qa]": 10.0, "verified_tokens[qa]": 25.0, "draft_tokens[qa]": 30.0}
+    counted["accepted_draft_tokens[qa]"] = 15.0
+    found = speculation({**COUNTERS, **counted, "verifications[rag]": 0.0}, wall_s=2.0)
+    assert (found["mean_acceptance_length[qa]"], found["acceptance_rate[qa]"]) == (2.5, 0.5)
+    assert not any("rag" in name for name in found)
+    assert speculation_metric("acceptance_rate[qa]") == ("", "higher")

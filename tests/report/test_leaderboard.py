@@ -469,3 +469,16 @@ def test_drafting_has_columns_only_where_something_drafts(records: list[Record],
         assert "mean_acceptance_length" not in plain[name]
     assert "| tok/verification |" in mixed["LEADERBOARD.md"]
     assert "2.125" in mixed["LEADERBOARD.md"]
+
+
+def test_categories_of_rows_that_draft(make_record) -> None:
+    base = make_record([100, 101, 99], run_id="base", baseline=True)
+    drafts = make_record([130, 131, 129], {"decoder": "prompt_lookup"}, run_id="drafts")
+    for record, seconds in ((base, 0.04), (drafts, 0.02)):
+        record.metrics["tpot_s_mean[qa]"] = Metric(value=seconds, unit="s")
+    assert "By category" not in markdown(build_board([base, drafts]))
+    drafts.metrics["mean_acceptance_length[qa]"] = Metric(value=2.5, unit="tokens")
+    text = markdown(build_board([base, drafts]))
+    assert "### By category" in text
+    assert "| 2.00x, 2.50 |" in text
+    assert "| 1.00x |" in text

@@ -33,10 +33,7 @@ def e2e_s(sample: RequestSample) -> float | None:
 
 
 def tpot_s(sample: RequestSample) -> float | None:
-    """(E2E - TTFT) / (output tokens - 1). Of several outputs the mean.
-
-    Undefined for one token, and where all tokens came at once.
-    """
+    """(E2E - TTFT) / (output tokens - 1); undefined for one token. Of several outputs the mean."""
     each = [_tpot_s(output.emissions) for output in sample.outputs]
     defined = [value for value in each if value is not None]
     return sum(defined) / len(defined) if defined else None
@@ -44,7 +41,7 @@ def tpot_s(sample: RequestSample) -> float | None:
 
 def _tpot_s(emissions: Sequence[tuple[float, int]]) -> float | None:
     tokens = sum(count for _, count in emissions)
-    if tokens < 2 or len(emissions) < 2:
+    if tokens < 2:
         return None
     return (emissions[-1][0] - emissions[0][0]) / (tokens - 1)
 

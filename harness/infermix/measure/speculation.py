@@ -21,6 +21,9 @@ SPECULATION_METRICS: Mapping[str, tuple[str, Literal["higher", "lower", "none"]]
     "draft_time_share": ("", "lower"),
 }
 
+#: Of these also one figure per category of requests, named `NAME[CATEGORY]`.
+CATEGORY_METRICS = ("acceptance_rate", "mean_acceptance_length")
+
 _RATIOS = {
     "acceptance_rate": ("accepted_draft_tokens", "draft_tokens"),
     "mean_acceptance_length": ("verified_tokens", "verifications"),
@@ -29,6 +32,8 @@ _RATIOS = {
     "draft_forwards_per_target_forward": ("draft_forwards", "target_forwards"),
 }
 _AT = re.compile(r"drafted_at_(\d+)")
+#: What `of_category` adds to a name.
+_CATEGORY = re.compile(r"\[.+\]$")
 
 
 def speculation(counters: Mapping[str, float], wall_s: float) -> dict[str, float]:
@@ -45,11 +50,28 @@ def speculation(counters: Mapping[str, float], wall_s: float) -> dict[str, float
     for position in sorted(int(found[1]) for name in counters if (found := _AT.fullmatch(name))):
         if drafted := counters[f"drafted_at_{position}"]:
             figures[f"acceptance_rate_at_{position}"] = counters[f"accepted_at_{position}"] / drafted
+    for name in counters:
+        if name.startswith("verifications["):
+            figures |= _of_category(counters, name.partition("[")[2].removesuffix("]"))
     if "draft_s" in counters and wall_s > 0:
         figures["draft_time_share"] = counters["draft_s"] / wall_s
     return figures
 
 
+def of_category(name: str, category: str) -> str:
+    """The name of a metric or counter over the requests of one category."""
+    return f"{name}[{category}]"
+
+
+def _of_category(counters: Mapping[str, float], category: str) -> dict[str, float]:
+    figures = {}
+    for name in CATEGORY_METRICS:
+        parts, whole = (of_category(each, category) for each in _RATIOS[name])
+        if counters.get(whole):
+            figures[of_category(name, category)] = counters[parts] / counters[whole]
+    return figures
+
+
 def speculation_metric(name: str) -> tuple[str, Literal["higher", "lower", "none"]] | None:
     """Unit and direction; `None` for a metric that is not one of these."""
-    return SPECULATION_METRICS.get(re.sub(r"^(acceptance_rate)_at_\d+$", r"\1", name))
+    return SPECULATION_METRICS.get(re.sub(r"^(acceptance_rate)_at_\d+$", r"\1", _CATEGORY.sub("", name)))

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from infermix.report import render
 from infermix.report.board import Board, Row, Table
+from infermix.report.categories import CATEGORY_LEGEND, categories_of, category_text
 from infermix.report.columns import WIDE_ONLY, Column, figure_columns, quality_columns
 from infermix.report.effects import Effect, Effects
 
@@ -90,6 +91,8 @@ def _section(table: Table) -> list[str]:
     figures = [column for column in figure_columns(table) if column.key not in WIDE_ONLY]
     lines += _rows(table, [*figures, *quality[:MAX_QUALITY_COLUMNS]])
     lines += _footnotes(table.rows, quality)
+    if categories := categories_of(table):
+        lines += ["", "### By category", "", CATEGORY_LEGEND, "", *_category_grid(table, categories)]
     if table.effects:
         lines += ["", "### What each part contributes", "", *effects_markdown(table.effects)]
     return [*lines, ""]
@@ -103,6 +106,19 @@ def _rows(table: Table, columns: Sequence[Column]) -> list[str]:
         mix = [row.mix[column] for column in table.mix_columns]
         body.append([_place(row), *mix, *(c.text(row) for c in columns), row.limit, _verdict(row), _notes(row)])
     return _grid(headers, body, right=set(range(first, first + len(columns))))
+
+
+def _category_grid(table: Table, categories: Sequence[str]) -> list[str]:
+    rows = [row for row in table.rows if row.rank]
+    body = [
+        [
+            *(row.mix[column] for column in table.mix_columns),
+            *(category_text(table, row, name) for name in categories),
+        ]
+        for row in rows
+    ]
+    first = len(table.mix_columns)
+    return _grid([*table.mix_columns, *categories], body, right=set(range(first, first + len(categories))))
 
 
 def _place(row: Row) -> str:

@@ -189,7 +189,8 @@ class TreeDecoder:
         path = self._path(row, draws, span, ticket)
         tokens = (*(row.drafts[node] for node in path), draws[path[-1] + 1 if path else 0])
         depth = max(tree_of(row).first(row.num_real).depths(), default=0)
-        self._counters.count(depth, len(path), row.num_real - depth)
+        category = row.entry.sequence.request.category
+        self._counters.count(depth, len(path), row.num_real - depth, category)
         ticket.sampler.accept(row.entry.sequence, tokens)
         return Verified(row.entry, tokens, path, tuple(draws))
 

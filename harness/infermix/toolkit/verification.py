@@ -55,10 +55,16 @@ class AcceptanceCounters:
     beside: int = 0
     drafted_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
+    #: Verifications, tokens emitted, drafts and accepted drafts of requests that have a category.
+    by_category: dict[str, list[int]] = field(default_factory=dict)
 
-    def count(self, num_drafts: int, num_accepted: int, num_beside: int = 0) -> None:
+    def count(self, num_drafts: int, num_accepted: int, num_beside: int = 0, category: str = "") -> None:
         """One verification of `num_drafts` positions, with `num_beside` more drafts for some of them."""
         self.verifications += 1
+        if category:
+            counted = (1, num_accepted + 1, num_drafts + num_beside, num_accepted)
+            known = self.by_category.get(category, (0,) * len(counted))
+            self.by_category[category] = [a + b for a, b in zip(known, counted, strict=True)]
         self.beside += num_beside
         self.emitted += num_accepted + 1
         missing = num_drafts - len(self.drafted_at)
@@ -91,7 +97,13 @@ class AcceptanceCounters:
             for name, counts in (("drafted", self.drafted_at), ("accepted", self.accepted_at))
             for position, count in enumerate(counts, 1)
         }
-        return {name: float(count) for name, count in {**totals, **by_position, **timed}.items()}
+        names = ("verifications", "verified_tokens", "draft_tokens", "accepted_draft_tokens")
+        by_category = {
+            f"{name}[{category}]": count
+            for category, counts in self.by_category.items()
+            for name, count in zip(names, counts, strict=True)
+        }
+        return {name: float(count) for name, count in {**totals, **by_position, **by_category, **timed}.items()}
 
 
 def room_for_drafts(sequence: Sequence, limit: int, max_model_len: int) -> int:
@@ -232,13 +244,16 @@ class VerifyingDecoder:
         return self._proposer.propose(entry.sequence, limit) if limit else ()
 
     def _emission(self, row: Drafted, draws: list[int], sampler: Sampler) -> Emission:
-        count = accepted(draws, row.drafts[: row.num_real])
+        count = self._num_accepted(row, draws)
         tokens = tuple(draws[: count + 1])
-        self._counters.count(row.num_real, count)
+        self._counters.count(row.num_real, count, category=row.entry.sequence.request.category)
         if self._observe is not None:
             self._observe(row.entry.sequence, draws, len(tokens))
         sampler.accept(row.entry.sequence, tokens)
         return Emission(row.entry.sequence, tokens, len(row.drafts))
+
+    def _num_accepted(self, row: Drafted, draws: list[int]) -> int:
+        return accepted(draws, row.drafts[: row.num_real])
 
 
 def _draws(forward: Forward, rows: Seq[Drafted], sampler: Sampler) -> Tensor:
