@@ -237,7 +237,7 @@ def _facts(
         other_parameters=described.weights.other_parameters,
         tied_embeddings=described.weights.tied,
         dummy_weights=dummy,
-        features=described.features,
+        features=described.features | ({"model:gguf"} if source.kind == "gguf" else frozenset()),
         refusal=refusal,
         digest=_digest(source.config or config, weights_digest, dummy),
         notes=(*described.notes, *((note,) if note else ())),

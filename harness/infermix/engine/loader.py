@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,13 +34,14 @@ def _silent(phase: str, fraction: float) -> None:
 class LoadedModel:
     """A causal LM in eval mode; `notes` are findings of the load that a record should show.
 
-    `directory` holds its files, `None` for dummy weights.
+    `directory` holds its files, `None` for dummy weights; `file` is the GGUF file that they were converted from.
     """
 
     model: nn.Module
     eos_token_ids: tuple[int, ...]
     notes: tuple[str, ...] = ()
     directory: Path | None = None
+    file: Path | None = None
 
 
 def load_tokenizer(source: ResolvedSource, progress: Progress = _silent) -> HfTokenizer | None:
@@ -74,7 +75,8 @@ def load_model(
             return _draw(source, torch_dtype, torch.device(device), seed)
         source = fetch_weights(source)
         directory = _gguf_directory(source, progress) if source.kind == "gguf" else source.directory
-        return _read(source, directory, torch_dtype, torch.device(device), load_arguments or {}, packed)
+        loaded = _read(source, directory, torch_dtype, torch.device(device), load_arguments or {}, packed)
+        return replace(loaded, file=source.file)
     except torch.OutOfMemoryError as error:
         raise OutOfMemory(f"{source.label} in {dtype} does not fit on {device}: {error}") from error
 

@@ -38,6 +38,7 @@ def quantize(
             tune=tune,
             model_digest=context.facts.digest,
             directory=loaded.directory,
+            file=loaded.file,
         ),
     )
     if calibration is None:

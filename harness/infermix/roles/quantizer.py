@@ -45,7 +45,8 @@ class QuantizationReport:
 class QuantizerContext:
     """`calibration()` yields token-id lists of equal length when the quantizer asks for calibration data.
 
-    `model_digest` identifies the unquantized weights, `directory` holds the model's files (`None` for dummy weights).
+    `model_digest` identifies the unquantized weights, `directory` holds the model's files (`None` for dummy weights),
+    `file` is the GGUF file from which they were converted (`None` for other models).
     With `tune`, kernels of the new linears are measured for their shapes where this machine's files do not hold them.
     """
 
@@ -56,6 +57,7 @@ class QuantizerContext:
     tune: bool = False
     model_digest: str = ""
     directory: Path | None = None
+    file: Path | None = None
 
 
 class Quantizer(Protocol):
