@@ -98,10 +98,10 @@ class PackedCheckpoint:
                 key="model.source",
             )
         activations = self._activations()
-        if weight.dtype == torch.int8 and activations == "token" and scale.numel() == weight.shape[0]:
-            return Int8Linear(weight, scale, bias)
+        fixed = tensors["input_scale"].float().view(()) if activations == "tensor" else None
+        if weight.dtype == torch.int8 and activations != "none" and scale.numel() == weight.shape[0]:
+            return Int8Linear(weight, scale, bias, fixed)
         if weight.dtype == E4M3:
-            fixed = tensors["input_scale"].float().view(()) if activations == "tensor" else None
             return Fp8Linear(weight, scale, bias, activations=activations, input_scale=fixed)
         raise Unsupported(
             f"{linear.name}: {weight.dtype} weights with {scale.numel()} scales and activations per {activations} "

@@ -179,10 +179,15 @@ class _Int8Format(_CompressedFormat):
     name = "int-quantized"
 
     def encode(self, linear: Any) -> dict[str, Tensor]:
-        return {"weight": linear.weight, "weight_scale": linear.weight_scale[:, None]}
+        fixed = {} if linear.input_scale is None else {"input_scale": linear.input_scale.view(1)}
+        return {"weight": linear.weight, "weight_scale": linear.weight_scale[:, None], **fixed}
 
     def scheme(self, linears: Mapping[str, QuantLinear]) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        return _scheme("int", 8, "channel"), _scheme("int", 8, "token", dynamic=True)
+        kinds = {each.activations for each in linears.values() if isinstance(each, Int8Linear)}
+        if len(kinds) > 1:
+            raise Unsaveable("linears of several schemes need a group each")
+        activations = kinds.pop()
+        return _scheme("int", 8, "channel"), _scheme("int", 8, activations, dynamic=activations == "token")
 
 
 class _Fp8Format(_CompressedFormat):

@@ -129,7 +129,7 @@ def _kind(linear: QuantLinear, dtype: torch.dtype) -> Any:
         return W4KernelLinear if _fits_w4(linear) else None
     if dtype == torch.float32:  # activations in 8 bits where fp32 is wanted are simulated
         return None
-    if type(linear) is Int8Linear or (isinstance(linear, Fp8Linear) and linear.activations == "token"):
+    if (type(linear) is Int8Linear or isinstance(linear, Fp8Linear)) and linear.activations == "token":
         return W8A8KernelLinear
     return None
 

@@ -8,30 +8,45 @@ from torch import Tensor
 
 from infermix_quant.linear_grouped import QuantLinear
 
-_LEVELS = 127
+INT8_MAX = 127
 
 
 def quantize_rows_int8(x: Tensor) -> tuple[Tensor, Tensor]:
     """`x [..., K]` -> integers in -127 ... 127 (fp32) and the scale of every row, fp32 `[..., 1]`."""
-    scale = x.float().abs().amax(dim=-1, keepdim=True).clamp_min(1e-30) / _LEVELS
+    scale = x.float().abs().amax(dim=-1, keepdim=True).clamp_min(1e-30) / INT8_MAX
     return torch.round(x.float() / scale), scale
 
 
+def round_int8(x: Tensor, scale: Tensor) -> Tensor:
+    """Integers in -127 ... 127 (fp32) by a given scale; what is too large is clipped."""
+    return torch.round(x.float() / scale).clamp(-INT8_MAX, INT8_MAX)
+
+
 class Int8Linear(QuantLinear):
-    """W8A8: activations are rounded per token on the way in (dynamic). On a CPU the integers meet as fp32 numbers."""
+    """W8A8: activations are rounded per token on the way in (dynamic), or with one fixed scale (`input_scale`).
+
+    On a CPU the integers meet as fp32 numbers.
+    """
 
     kernel = "simulated int8: fp32 product of integers"
     weight: Tensor
     weight_scale: Tensor
+    input_scale: Tensor | None
 
-    def __init__(self, weight: Tensor, scale: Tensor, bias: Tensor | None) -> None:
-        """`weight [out, in]` int8, `scale [out]` fp32."""
+    def __init__(self, weight: Tensor, scale: Tensor, bias: Tensor | None, input_scale: Tensor | None = None) -> None:
+        """`weight [out, in]` int8, `scale [out]` fp32, `input_scale` fp32 scalar."""
         super().__init__(weight.shape[0], weight.shape[1], bias)
         self.register_buffer("weight", weight)
         self.register_buffer("weight_scale", scale)
+        self.register_buffer("input_scale", input_scale)
+
+    @property
+    def activations(self) -> str:
+        return "token" if self.input_scale is None else "tensor"
 
     def forward(self, x: Tensor) -> Tensor:
-        integers, scale = quantize_rows_int8(x)
+        fixed = self.input_scale
+        integers, scale = quantize_rows_int8(x) if fixed is None else (round_int8(x, fixed), fixed)
         out = (F.linear(integers, self.weight.float()) * scale * self.weight_scale).to(x.dtype)
         return out if self.bias is None else out + self.bias
 

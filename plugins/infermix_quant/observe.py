@@ -13,13 +13,16 @@ from infermix.toolkit.layerwise import CalibrationLayer
 from infermix.toolkit.linears import FoundLinear
 from torch import Tensor, nn
 
+from infermix_quant.observers import Magnitudes
+
 
 @dataclass
 class InputGroup:
     """Linears that multiply the same tensor x. Statistics are over all rows of all samples, fp32.
 
-    `gram [K, K]` is the sum of x^T x; `mean_abs`, `max_abs` `[K]`; `producer` is the module whose output x is, such
-    as a norm, as a dotted name inside the layer (`None`: x is computed from several).
+    `gram [K, K]` is the sum of x^T x; `mean_abs`, `max_abs` `[K]`; `magnitudes` is a histogram over all of x.
+    `producer` is the module whose output x is, such as a norm, as a dotted name inside the layer (`None`: x is
+    computed from several).
     """
 
     linears: list[FoundLinear]
@@ -29,6 +32,7 @@ class InputGroup:
     max_abs: Tensor | None = None
     num_rows: int = 0
     consumers: list[str] = field(default_factory=list)
+    magnitudes: Magnitudes | None = None
 
     @property
     def mean_abs(self) -> Tensor:
@@ -49,12 +53,18 @@ class InputGroup:
         peak = magnitude.amax(dim=0)
         self.sum_abs = magnitude.sum(0) if self.sum_abs is None else self.sum_abs.add_(magnitude.sum(0))
         self.max_abs = peak if self.max_abs is None else torch.maximum(self.max_abs, peak)
+        if self.magnitudes is not None:
+            self.magnitudes.add(rows)
         if want_gram:
             self.gram = rows.t() @ rows if self.gram is None else self.gram.addmm_(rows.t(), rows)
 
 
-def observe(layer: CalibrationLayer, linears: Sequence[FoundLinear], *, gram: bool) -> list[InputGroup]:
+def observe(
+    layer: CalibrationLayer, linears: Sequence[FoundLinear], *, gram: bool, magnitudes: bool = False
+) -> list[InputGroup]:
     """Run all samples through the layer; the groups come in the order in which they are reached.
+
+    `magnitudes` asks for the histogram that static scales are chosen from.
 
     Raises `UserError` naming a linear that no sample reaches, or whose inputs are not finite.
     """
@@ -67,6 +77,8 @@ def observe(layer: CalibrationLayer, linears: Sequence[FoundLinear], *, gram: bo
             key="parts.quantizer",
             hint=f"add samples, or leave it out: skip: ['{missing[0]}']",
         )
+    for group in groups:
+        group.magnitudes = Magnitudes() if magnitudes else None
     hooks = [_hook(group.linears[0].module, _adder(group, gram)) for group in groups]
     with _removed(hooks):
         layer.run()

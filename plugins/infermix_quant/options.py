@@ -55,6 +55,32 @@ class LlmInt8Options(QuantizerOptions, frozen=True, kw_only=True):
     skip: Skip = UNTOUCHED
 
 
+Observer = Annotated[
+    Literal["minmax", "percentile", "mse"],
+    Meta(
+        description="activations: tensor; where the static scale ends: at the largest calibration value, where a "
+        "share of them lies inside, or where rounding and clipping err least"
+    ),
+]
+Percentile = Annotated[
+    float, Meta(gt=50, le=100, description="observer: percentile; share of values inside", extra={"unit": "%"})
+]
+
+
+class Int8Options(CalibratedOptions, frozen=True, kw_only=True):
+    activations: Annotated[
+        Literal["token", "tensor"],
+        Meta(description="token: a scale each, found on the way; tensor: one static scale per input"),
+    ] = "token"
+    observer: Observer = "minmax"
+    percentile: Percentile = 99.99
+    skip: Skip = UNTOUCHED
+
+    @property
+    def calibrates(self) -> bool:
+        return self.activations == "tensor"
+
+
 class Fp8Options(CalibratedOptions, frozen=True, kw_only=True):
     weights: Annotated[
         Literal["channel", "tensor"], Meta(description="what shares a scale: an output, or the matrix")
@@ -63,6 +89,8 @@ class Fp8Options(CalibratedOptions, frozen=True, kw_only=True):
         Literal["token", "tensor", "none"],
         Meta(description="token: rounded with a scale each; tensor: with one static scale per input; none: left"),
     ] = "token"
+    observer: Observer = "minmax"
+    percentile: Percentile = 99.99
     skip: Skip = UNTOUCHED
 
     @property
@@ -108,6 +136,12 @@ class SmoothQuantOptions(CalibratedOptions, frozen=True, kw_only=True):
     alpha: Annotated[
         float, Meta(ge=0, le=1, description="share of the difficulty that moves from activations to weights")
     ] = 0.5
+    activations: Annotated[
+        Literal["token", "tensor"],
+        Meta(description="token: a scale each, found on the way; tensor: one static scale per input"),
+    ] = "token"
+    observer: Observer = "minmax"
+    percentile: Percentile = 99.99
     skip: Skip = UNTOUCHED
 
 

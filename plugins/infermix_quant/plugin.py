@@ -14,6 +14,7 @@ from infermix_quant.options import (
     Fp8Options,
     GptqOptions,
     HqqOptions,
+    Int8Options,
     LlmInt8Options,
     Nf4Options,
     SmoothQuantOptions,
@@ -85,6 +86,7 @@ def infermix_quantizer() -> list[Component]:
     hqq = "zero points that make a robust norm of the weights' error small, no data"
     nf4 = "four bits at the quantiles of a normal distribution, a scale per block"
     llm_int8 = "int8 weights and activations, large activations apart in the model's dtype"
+    int8 = "int8 weights, int8 activations per token or with a static scale"
     fp8 = "FP8 E4M3 weights, activations per token, with a static scale, or as they are"
     folded, plain = "quantizers_folded", "quantizers_plain"
     checkpoint = Component(
@@ -105,5 +107,6 @@ def infermix_quantizer() -> list[Component]:
         _quantizer("hqq", hqq, HqqOptions, _hqq_bits, plain, "HqqQuantizer"),
         _quantizer("nf4", nf4, Nf4Options, nf4_bits, plain, "Nf4Quantizer"),
         _quantizer("llm_int8", llm_int8, LlmInt8Options, _eight_bits, plain, "LlmInt8Quantizer"),
+        _quantizer("int8", int8, Int8Options, _eight_bits, plain, "Int8Quantizer"),
         _quantizer("fp8", fp8, Fp8Options, _eight_bits, plain, "Fp8Quantizer"),
     ]

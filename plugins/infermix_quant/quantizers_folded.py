@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from infermix.roles.quantizer import QuantizationReport, QuantizerContext
-from infermix.toolkit.layerwise import walk_layers
+from infermix.toolkit.layerwise import CalibrationLayer, walk_layers
 from infermix.toolkit.linears import FoundLinear, replace_module
 from torch import Tensor, nn
 
@@ -18,9 +18,10 @@ from infermix_quant.cache import cached
 from infermix_quant.folding import Fold, fold_each
 from infermix_quant.gptq import output_error
 from infermix_quant.linear_grouped import QuantLinear, make_linear
-from infermix_quant.linear_int8 import Int8Linear, int8_weight
+from infermix_quant.linear_int8 import INT8_MAX, Int8Linear, int8_weight
 from infermix_quant.observe import InputGroup, observe
 from infermix_quant.options import AwqOptions, SmoothQuantOptions
+from infermix_quant.static_scales import described_activations, peaks_of, round_int8_at, static_scale
 
 
 class FoldedQuantizer:
@@ -51,6 +52,7 @@ class FoldedQuantizer:
             inside = [linear for linear in found if linear.name.startswith(f"{layer.name}.")]
             groups = observe(layer, inside, gram=self.gram)
             done, of = fold_each(layer, groups, self.scale, norms_only=self.norms_only)
+            self.folded(layer, inside)
             folded, total = folded + done, total + of
             for name, linear in self._convert(groups):
                 made[name] = linear
@@ -72,6 +74,9 @@ class FoldedQuantizer:
 
     def check(self, found: Sequence[FoundLinear]) -> None:
         """Raises `UserError` before anything is converted."""
+
+    def folded(self, layer: CalibrationLayer, linears: Sequence[FoundLinear]) -> None:
+        """Scales of this layer are folded, its linears not yet converted."""
 
     def scale(self, group: InputGroup, fold: Fold) -> Tensor | None:
         """Factors `[K]` of the weights' columns; `None` to leave the group alone."""
@@ -128,8 +133,16 @@ class SmoothQuantQuantizer(FoldedQuantizer):
 
     def __init__(self, options: SmoothQuantOptions) -> None:
         super().__init__(options)
-        self._alpha = options.alpha
-        self.method = f"smoothquant w8a8 int8 per channel and token, alpha {options.alpha:g}"
+        self._alpha, self._choice = options.alpha, options
+        self._peaks: dict[str, float] = {}
+        activations = described_activations(options)
+        self.method = f"smoothquant w8a8 int8 per channel, activations {activations}, alpha {options.alpha:g}"
+
+    def folded(self, layer: CalibrationLayer, linears: Sequence[FoundLinear]) -> None:
+        """Static scales are those of the inputs as they are now."""
+        if self._choice.activations == "tensor":
+            groups = observe(layer, linears, gram=False, magnitudes=True)
+            self._peaks.update(peaks_of(groups, self._choice, round_int8_at))
 
     def scale(self, group: InputGroup, fold: Fold) -> Tensor | None:
         assert group.max_abs is not None
@@ -139,4 +152,6 @@ class SmoothQuantQuantizer(FoldedQuantizer):
 
     def make(self, linear: FoundLinear, group: InputGroup) -> QuantLinear:
         weight, scale = int8_weight(linear.weight)
-        return Int8Linear(weight, scale, linear.bias)
+        peak = self._peaks.get(linear.name)
+        fixed = None if peak is None else static_scale(peak, INT8_MAX, linear)
+        return Int8Linear(weight, scale, linear.bias, fixed)

@@ -1,11 +1,10 @@
-"""Quantizers that convert one linear after another: `hqq`, `nf4`, `llm_int8`, `fp8`."""
+"""Quantizers that convert one linear after another: `hqq`, `nf4`, `llm_int8`, `int8`, `fp8`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from infermix.roles.quantizer import QuantizationReport, QuantizerContext
 from infermix.toolkit.layerwise import walk_layers
 from infermix.toolkit.linears import FoundLinear, convert_linears
@@ -14,12 +13,13 @@ from torch import Tensor, nn
 from infermix_quant import common
 from infermix_quant.cache import cached
 from infermix_quant.hqq import HqqSettings, hqq
-from infermix_quant.linear_fp8 import E4M3_MAX, E4M3_PRECISION, Fp8Linear, fp8_weight
+from infermix_quant.linear_fp8 import E4M3_MAX, E4M3_PRECISION, Fp8Linear, fp8_weight, round_e4m3
 from infermix_quant.linear_grouped import QuantLinear, make_linear
-from infermix_quant.linear_int8 import LlmInt8Linear, int8_weight
+from infermix_quant.linear_int8 import INT8_MAX, Int8Linear, LlmInt8Linear, int8_weight
 from infermix_quant.nf4 import Nf4Linear, check_blocks
 from infermix_quant.observe import observe
-from infermix_quant.options import Fp8Options, HqqOptions, LlmInt8Options, Nf4Options
+from infermix_quant.options import Fp8Options, HqqOptions, Int8Options, LlmInt8Options, Nf4Options
+from infermix_quant.static_scales import described_activations, peaks_of, round_int8_at, static_scale
 
 
 class PlainQuantizer:
@@ -101,41 +101,75 @@ class LlmInt8Quantizer(PlainQuantizer):
         return LlmInt8Linear(weight, scale, linear.bias, self._threshold)
 
 
-class Fp8Quantizer(PlainQuantizer):
-    """E4M3 weights; activations as they are, per token, or with one fixed scale per linear from calibration."""
+class EightBitQuantizer(PlainQuantizer):
+    """Weights and activations in 8 bits; activations per token, or with one static scale per input."""
 
-    precision_bits = E4M3_PRECISION
+    name = ""
+    #: Largest number of the format, at which the range of a static scale ends.
+    largest = 1.0
 
-    def __init__(self, options: Fp8Options) -> None:
+    def __init__(self, options: Fp8Options | Int8Options) -> None:
         super().__init__(options.skip)
-        self._options = options
-        self._peaks: dict[str, Tensor] = {}
-        kinds = {"none": "activations as they are", "token": "per token", "tensor": "one static scale per input"}
-        self.method = f"fp8 e4m3 weights per {options.weights}, {kinds[options.activations]}"
+        self.options = options
+        self._peaks: dict[str, float] = {}
 
     def apply(self, model: nn.Module, context: QuantizerContext) -> QuantizationReport:
         """Static scales are kept for the next run; the rest is as quickly done again."""
-        if self._options.activations != "tensor":
+        if not self.options.calibrates:
             return super().apply(model, context)
         return cached(
-            model, context, "fp8", self._options, "", lambda: super(Fp8Quantizer, self).apply(model, context)
+            model, context, self.name, self.options, "", lambda: super(EightBitQuantizer, self).apply(model, context)
         )
 
     def prepare(self, model: nn.Module, found: Sequence[FoundLinear], context: QuantizerContext) -> None:
-        """Largest activations of the unquantized model; linears outside the layers are measured nowhere."""
-        if self._options.activations != "tensor":
+        """Activations of the unquantized model; linears outside the layers are measured nowhere."""
+        if not self.options.calibrates:
             return
-        samples = common.samples_of(context, "fp8 with static activation scales")
+        samples = common.samples_of(context, f"{self.name} with static activation scales")
         for layer in walk_layers(model, samples, context.progress):
             inside = [linear for linear in found if linear.name.startswith(f"{layer.name}.")]
-            for group in observe(layer, inside, gram=False):
-                assert group.max_abs is not None
-                self._peaks.update(dict.fromkeys((each.name for each in group.linears), group.max_abs.amax()))
+            groups = observe(layer, inside, gram=False, magnitudes=True)
+            self._peaks.update(peaks_of(groups, self.options, self.round_at))
+
+    def round_at(self, values: Tensor, peak: float) -> Tensor:
+        """The values after rounding by a static scale whose range ends at `peak`."""
+        raise NotImplementedError
+
+    def fixed_scale(self, linear: FoundLinear) -> Tensor | None:
+        """`None` where activations are measured per token: always, or outside the decoder layers."""
+        peak = self._peaks.get(linear.name)
+        return None if peak is None else static_scale(peak, self.largest, linear)
+
+
+class Int8Quantizer(EightBitQuantizer):
+    name, precision_bits, largest = "int8", 7.0, float(INT8_MAX)
+
+    def __init__(self, options: Int8Options) -> None:
+        super().__init__(options)
+        self.method = f"int8 w8a8 weights per channel, activations {described_activations(options)}"
+
+    def round_at(self, values: Tensor, peak: float) -> Tensor:
+        return round_int8_at(values, peak)
 
     def make(self, linear: FoundLinear) -> QuantLinear:
-        weight, scale = fp8_weight(linear.weight, self._options.weights)
-        activations, peak = self._options.activations, self._peaks.get(linear.name)
-        if activations == "tensor" and peak is None:  # outside the decoder layers
+        weight, scale = int8_weight(linear.weight)
+        return Int8Linear(weight, scale, linear.bias, self.fixed_scale(linear))
+
+
+class Fp8Quantizer(EightBitQuantizer):
+    name, precision_bits, largest = "fp8", E4M3_PRECISION, E4M3_MAX
+
+    def __init__(self, options: Fp8Options) -> None:
+        super().__init__(options)
+        self._fp8 = options
+        self.method = f"fp8 e4m3 weights per {options.weights}, activations {described_activations(options)}"
+
+    def round_at(self, values: Tensor, peak: float) -> Tensor:
+        return round_e4m3(values * (E4M3_MAX / peak)).float() * (peak / E4M3_MAX)
+
+    def make(self, linear: FoundLinear) -> QuantLinear:
+        weight, scale = fp8_weight(linear.weight, self._fp8.weights)
+        activations, fixed = self._fp8.activations, self.fixed_scale(linear)
+        if activations == "tensor" and fixed is None:  # outside the decoder layers
             activations = "token"
-        fixed = None if peak is None else (peak.clamp_min(1e-30) / E4M3_MAX).to(torch.float32)
         return Fp8Linear(weight, scale, linear.bias, activations=activations, input_scale=fixed)

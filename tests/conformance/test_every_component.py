@@ -59,7 +59,8 @@ VARIANTS: dict[tuple[Role, str], list[dict[str, Any]]] = {
         {"bits": 2, "group_size": 32, "symmetric": False},
     ],
     (Role.QUANTIZER, "awq"): [{"bits": 3, "group_size": 32, "symmetric": True}, {"bits": 8, "clip": False}],
-    (Role.QUANTIZER, "smoothquant"): [{"alpha": 0.0}, {"alpha": 1.0}],
+    (Role.QUANTIZER, "smoothquant"): [{"alpha": 0.0}, {"alpha": 1.0}, {"activations": "tensor", "observer": "mse"}],
+    (Role.QUANTIZER, "int8"): [{"activations": "tensor"}],
     (Role.QUANTIZER, "hqq"): [{"bits": bits, "group_size": 32} for bits in (2, 3, 8)] + [{"iterations": 0}],
     (Role.QUANTIZER, "nf4"): [{"double_quant": True}, {"block_size": 128}],
     (Role.QUANTIZER, "llm_int8"): [{"threshold": 0.0}, {"threshold": 1.0}],
@@ -67,7 +68,8 @@ VARIANTS: dict[tuple[Role, str], list[dict[str, Any]]] = {
         {"weights": weights, "activations": activations}
         for weights in ("channel", "tensor")
         for activations in ("none", "token", "tensor")
-    ],
+    ]
+    + [{"activations": "tensor", "observer": observer} for observer in ("percentile", "mse")],
     (Role.QUANTIZER, "bitsandbytes"): [
         {"method": "llm_int8"},
         {"method": "llm_int8", "threshold": 0.0},

@@ -22,11 +22,11 @@ from infermix_quant.formats import (
     read_packed,
 )
 from infermix_quant.grid import Quantized
-from infermix_quant.options import AwqOptions, Fp8Options, GptqOptions, SmoothQuantOptions
+from infermix_quant.options import AwqOptions, Fp8Options, GptqOptions, Int8Options, SmoothQuantOptions
 from infermix_quant.quantizer_checkpoint import CheckpointQuantizer
 from infermix_quant.quantizer_gptq import GptqQuantizer
 from infermix_quant.quantizers_folded import AwqQuantizer, SmoothQuantQuantizer
-from infermix_quant.quantizers_plain import Fp8Quantizer
+from infermix_quant.quantizers_plain import Fp8Quantizer, Int8Quantizer
 from infermix_quant.words import pack_awq, pack_rows, unpack_awq, unpack_rows
 from safetensors.torch import load_file, save_file
 
@@ -155,6 +155,8 @@ QUANTIZERS: dict[str, Any] = {
     "gptq-mixed": lambda: GptqQuantizer(GptqOptions(bits_for={"*down_proj": 8})),
     "awq": lambda: AwqQuantizer(AwqOptions()),
     "smoothquant": lambda: SmoothQuantQuantizer(SmoothQuantOptions()),
+    "smoothquant-static": lambda: SmoothQuantQuantizer(SmoothQuantOptions(activations="tensor", observer="mse")),
+    "int8": lambda: Int8Quantizer(Int8Options(activations="tensor", observer="percentile")),
     "fp8": lambda: Fp8Quantizer(Fp8Options(activations="tensor")),
 }
 
