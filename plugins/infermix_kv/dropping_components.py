@@ -11,7 +11,7 @@ from msgspec import Meta
 if TYPE_CHECKING:
     from infermix.roles.facts import MachineFacts, ModelFacts
 
-RING_FEATURES = ("view:paged", "kv:paged", "kv:truncate", "kv:fork", "kv:preallocated")
+RING_FEATURES = ("view:paged", "kv:paged", "kv:truncate", "kv:fork", "kv:swap", "kv:preallocated")
 
 BlockSize = Annotated[int, Meta(ge=1, le=4096, description="tokens in one block", extra={"unit": "tokens"})]
 ChunkTokens = Annotated[
@@ -149,7 +149,7 @@ def _rings() -> list[Component]:
             build=_build_hybrid,
             options=HybridOptions,
             requires=("torch",),
-            provides=_always(*RING_FEATURES, "kv:swap"),
+            provides=_always(*RING_FEATURES),
             adapters=_gather,
         ),
         Component(
@@ -159,14 +159,14 @@ def _rings() -> list[Component]:
             build=_build_windowed,
             options=HybridOptions,
             requires=("torch",),
-            provides=_always(*RING_FEATURES, "kv:windows_only", "kv:swap"),
+            provides=_always(*RING_FEATURES, "kv:windows_only"),
             adapters=_gather,
         ),
     ]
 
 
 def _cuts() -> list[Component]:
-    scored = ("view:paged", "kv:paged", "kv:truncate")
+    scored = ("view:paged", "kv:paged", "kv:truncate", "kv:fork", "kv:swap")
     return [
         Component(
             name="sink_window",

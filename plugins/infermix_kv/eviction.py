@@ -9,15 +9,17 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from infermix.errors import Unsupported
 from infermix.roles.kv_space import Eviction, KVBudget, KVGroup, KVShape, KVUsage
 from infermix.toolkit.block_pool import BlockPool
+from infermix.toolkit.host_blocks import Tables
 from infermix.toolkit.paged_space import bytes_per_token
 
 from infermix_kv.block_sizes import pool_blocks
+from infermix_kv.held_swaps import HeldSwaps
 from infermix_kv.sink_window import kept_counters
 
 if TYPE_CHECKING:
@@ -94,7 +96,7 @@ class _Held:
     cut_at: int = 0
 
 
-class EvictingSpace:
+class EvictingSpace(HeldSwaps):
     """Blocks in the order of the cache; `place` decides when a sequence is cut, the store which tokens stay."""
 
     fixed_rows = False
@@ -105,6 +107,7 @@ class EvictingSpace:
         self._pool = BlockPool(shape.num_blocks)
         self._held: dict[int, _Held] = {}
         self._evictions: list[Eviction] = []
+        self._prepare_swaps(shape)
         self.reset_counters()
 
     def reserve(self, seq_id: int, num_tokens: int) -> bool:
@@ -163,7 +166,18 @@ class EvictingSpace:
         held.length = num_tokens
 
     def fork(self, parent_id: int, child_id: int, num_tokens: int | None = None) -> list[tuple[int, int]] | None:
-        raise Unsupported("a cache whose tokens are evicted by their scores cannot be forked")
+        """Every block is copied, scores included: the two cut their caches on their own.
+
+        `None` also for a part of what the parent has computed: later queries have changed the scores of its tokens.
+        """
+        assert child_id not in self._held, f"sequence {child_id} already holds blocks"
+        parent = self._held[parent_id]
+        length = parent.length if num_tokens is None else num_tokens
+        own = self._pool.allocate(self._columns(length - parent.dropped)) if length == parent.last[1] else None
+        if own is None:
+            return None
+        self._held[child_id] = replace(parent, blocks=own, length=length)
+        return list(zip(parent.blocks, own, strict=False))
 
     def release(self, seq_id: int) -> None:
         held = self._held.pop(seq_id, None)
@@ -171,6 +185,11 @@ class EvictingSpace:
             self._pool.release(held.blocks)
             self._seen += held.length
             self._dropped += held.dropped
+        self._release_host(seq_id)
+
+    def _cached_blocks(self, seq_id: int, num_tokens: int) -> Tables:
+        held = self._held[seq_id]
+        return (tuple(held.blocks[: self._columns(num_tokens - held.dropped)]),)
 
     def block_table(self, seq_id: int, table: int = 0) -> Sequence[int]:
         return self._held[seq_id].blocks

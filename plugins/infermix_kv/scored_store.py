@@ -25,15 +25,13 @@ class ScoredStore(PagedStore):
     def __init__(self, shape: KVShape, device: torch.device | str, dtype: torch.dtype, policy: Policy) -> None:
         super().__init__(shape, device, dtype)
         self._policy = policy
-        slots = (shape.num_blocks + 1) * shape.block_size
-        self._scores = {
-            layer: self._allocate_scores((slots, group.num_kv_heads), device)
-            for group in shape.groups
-            for layer in group.layers
-        }
-
-    def _allocate_scores(self, size: tuple[int, int], device: torch.device | str) -> Tensor:
-        return self._allocate(size, device, torch.float32)
+        self._scores: dict[int, Tensor] = {}
+        for group in shape.groups:
+            for layer in group.layers:
+                size = (shape.num_blocks + 1, shape.block_size, group.num_kv_heads)
+                scores = self._allocate(size, device, torch.float32)
+                self._scores[layer] = scores.flatten(0, 1)
+                self.parts[layer] = (*self.parts[layer], scores)
 
     def observe(self, layer: LayerSpec, q: Tensor, batch: Batch, group: GroupBatch) -> None:
         """Take or add up the weights that the new queries `[T, H, Dk]` give to everything in the cache."""
@@ -77,12 +75,6 @@ class ScoredStore(PagedStore):
             held = pool.index_select(0, slots)
             pool[target] = held.gather(0, kept[:, :, None].expand(-1, -1, held.shape[2]))
         self._scores[layer][target] = scores.gather(0, kept)
-
-    def copy(self, pairs: list[tuple[int, int]]) -> None:
-        assert not pairs, "a cache whose tokens are evicted by their scores is not forked"
-
-    def allocated_bytes(self) -> int:
-        return super().allocated_bytes() + sum(part.numel() * part.element_size() for part in self._scores.values())
 
 
 def weights_of(q: Tensor, keys: Tensor, layer: LayerSpec) -> Tensor:

@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Any
 from infermix.errors import Unsupported
 from infermix.roles.kv_space import KVBudget, KVGroup, KVShape, KVUsage
 from infermix.toolkit.block_pool import BlockPool
+from infermix.toolkit.host_blocks import Tables
 from infermix.toolkit.paged_space import bytes_per_token
 
 from infermix_kv.block_sizes import pool_blocks
+from infermix_kv.held_swaps import HeldSwaps
 
 if TYPE_CHECKING:
     from infermix.toolkit.pool_store import PagedStore
@@ -72,7 +74,7 @@ class _Held:
     dropped: int = 0
 
 
-class SinkWindowSpace:
+class SinkWindowSpace(HeldSwaps):
     """Sink blocks stay; when the window moves past a block, it goes to the end of the table to be written again.
 
     Without a limit per sequence (`KVShape.table_limits`) nothing is dropped.
@@ -87,6 +89,7 @@ class SinkWindowSpace:
         self._limit = shape.table_limits[0]
         self._pool = BlockPool(shape.num_blocks)
         self._held: dict[int, _Held] = {}
+        self._prepare_swaps(shape)
         self.reset_counters()
 
     def reserve(self, seq_id: int, num_tokens: int) -> bool:
@@ -162,6 +165,11 @@ class SinkWindowSpace:
             self._pool.release(held.blocks)
             self._seen += held.length
             self._dropped += held.dropped
+        self._release_host(seq_id)
+
+    def _cached_blocks(self, seq_id: int, num_tokens: int) -> Tables:
+        held = self._held[seq_id]
+        return (tuple(held.blocks[: -(-(num_tokens - held.dropped) // self._block_size)]),)
 
     def block_table(self, seq_id: int, table: int = 0) -> Sequence[int]:
         return self._held[seq_id].blocks

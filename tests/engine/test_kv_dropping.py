@@ -158,6 +158,36 @@ def test_lossy_tokens_do_not_depend_on_the_batch(build_engine: Build, name: str)
 
 
 @pytest.mark.parametrize("name", LOSSY)
+def test_swapping_changes_nothing_of_what_was_dropped(build_engine: Build, name: str) -> None:
+    """Computed again, a sequence would be cut elsewhere; from the host it comes back as it was."""
+    block = 4 * 2 * 2 * (2 * 16 + (name != "sink_window")) * 4
+    parts = {"kv": LOSSY[name], "scheduler": ("continuous", {"preemption": "swap"})}
+    engine = build_engine(parts, kv_memory_bytes=34 * block, kv_swap_bytes=10_000_000)
+    calm, wanted = build_engine({"kv": LOSSY[name]}), requests((9, 5, 37, 3, 6, 52, 2, 8))
+    assert generate(engine, wanted) == generate(calm, wanted)
+    counters = engine.report().counters
+    assert counters["swaps_out"] == counters["swaps_in"] == counters["preemptions"] > 0
+    assert counters["kv_dropped_tokens"] == calm.report().counters["kv_dropped_tokens"] > 0
+
+
+@pytest.mark.parametrize("name", LOSSY)
+def test_a_fork_goes_on_as_its_parent_does(build_engine: Build, name: str) -> None:
+    engine, (parent,) = build_engine({"kv": LOSSY[name]}), requests((40,))
+    engine.submit(parent)
+    tokens: dict[str, list[int]] = {"0": [], "child": []}
+    while len(tokens["0"]) < 12:
+        tokens["0"] += [token for event in engine.step() for token in event.token_ids]
+    begun = tuple(tokens["0"])
+    sampling = SamplingParams(max_new_tokens=30 - len(begun), ignore_eos=True)
+    engine.fork("0", Request(request_id="child", prompt_ids=parent.prompt_ids + begun, sampling=sampling))
+    while engine.has_work:
+        for event in engine.step():
+            tokens[event.request_id] += event.token_ids
+    assert tokens["0"] == [*begun, *tokens["child"]]
+    assert engine.report().counters["computed_tokens"] == 40 + 29 + 30 - len(begun), "nothing was shared"
+
+
+@pytest.mark.parametrize("name", LOSSY)
 def test_dropped_tokens_make_room(build_engine: Build, name: str) -> None:
     """With memory for one longest sequence, more run at once than where every token stays."""
     memory = 2 * 4 * 2 * 2 * 16 * 4 * (32 + 1) + 2 * 4 * 2 * 4 * (32 + 1)  # K and V of both layers, and scores

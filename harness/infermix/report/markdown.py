@@ -10,7 +10,7 @@ from infermix.report.categories import CATEGORY_LEGEND, categories_of, category_
 from infermix.report.columns import WIDE_ONLY, Column, figure_columns, quality_columns
 from infermix.report.effects import Effect, Effects
 
-MAX_QUALITY_COLUMNS = 3
+MAX_QUALITY_COLUMNS = 4
 MAX_INTERACTIONS = 20
 LEGEND = (
     "Speed is the geometric mean over repeats with its 95 % interval, computed on logarithms. Rows that share a rank "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from infermix.errors import UserError
@@ -36,18 +36,25 @@ class HostBlocks:
 
     `counts[t]` blocks of table t fit the host; `sinks[t]` is its sink. Suits spaces whose tables are a function of
     the number of tokens reserved. A table may repeat blocks (a ring) and name the sink: each real block moves once.
+    Where its sequences hold other blocks than the first of their tables, `blocks_of(seq_id, num_tokens)` names them.
     """
 
-    def __init__(self, counts: Sequence[int], block_size: int, sinks: Sequence[int]) -> None:
+    def __init__(
+        self,
+        counts: Sequence[int],
+        block_size: int,
+        sinks: Sequence[int],
+        blocks_of: Callable[[int, int], Tables] | None = None,
+    ) -> None:
         self._pools = [BlockPool(count) for count in counts]
-        self._block_size, self._sinks = block_size, sinks
+        self._block_size, self._sinks, self._blocks_of = block_size, sinks, blocks_of
         self._held: dict[int, tuple[int, Tables]] = {}
 
     @classmethod
-    def of(cls, shape: KVShape) -> HostBlocks:
+    def of(cls, shape: KVShape, blocks_of: Callable[[int, int], Tables] | None = None) -> HostBlocks:
         tables = range(shape.num_tables)
         counts = [shape.host_blocks_of(table) for table in tables]
-        return cls(counts, shape.block_size, [shape.blocks_of(table) for table in tables])
+        return cls(counts, shape.block_size, [shape.blocks_of(table) for table in tables], blocks_of)
 
     def saved_tokens(self, seq_id: int) -> int:
         """Tokens of a swapped-out sequence."""
@@ -87,6 +94,8 @@ class HostBlocks:
 
     def _blocks(self, space: KVSpace, seq_id: int, num_tokens: int) -> Tables:
         """Per table, the distinct blocks that hold the first `num_tokens` tokens."""
+        if self._blocks_of is not None:
+            return self._blocks_of(seq_id, num_tokens)
         count = -(-num_tokens // self._block_size)
         return tuple(
             tuple(block for block in dict.fromkeys(space.block_table(seq_id, number)[:count]) if block != sink)
