@@ -87,6 +87,8 @@ def test_outputs_of_generate(build_engine: Build, reference: Any, options: dict[
 CHUNKED = ("continuous", {"max_num_batched_tokens": 6, "chunked": True})
 RADIX = ("paged", {"block_size": 4, "prefix_cache": "radix"})
 MIXES = [("none", "continuous"), ("concat", CHUNKED), ("dense", "static"), ("paged", "static"), (RADIX, CHUNKED)]
+#: Nothing is cut under so large a budget, but every fork copies blocks and scores.
+MIXES += [(("h2o", {"budget": 96, "block_size": 4}), CHUNKED)]
 
 
 @pytest.mark.parametrize(("kv", "scheduler"), MIXES, ids=str)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from infermix.compose import compose
 from infermix.plugins import load_catalogue
+from infermix.roles.component import Role
 from infermix.spec.load import load_experiment
 
 CATALOGUE = load_catalogue()
@@ -31,7 +32,7 @@ def verdict(tmp_path: Path, model: Path, workload: str, parts: str, engine: str 
         ("num_outputs: 3, temperature: 1", "kv: paged", "native", ""),
         ("num_outputs: 3, temperature: 1", "kv: dense, decoder: jacobi", "native", ""),
         ("num_outputs: 3", "kv: paged", "native", "needs decoder:search"),
-        ("num_outputs: 3, temperature: 1", "kv: {use: h2o, budget: 9}", "native", "needs kv:fork"),
+        ("num_outputs: 3, temperature: 1", "kv: {use: h2o, budget: 9}", "native", ""),
         ("num_outputs: 3, temperature: 1", "", "transformers", "needs engine:outputs"),
     ],
 )
@@ -39,6 +40,17 @@ def test_outputs(tiny_llama: Path, tmp_path: Path, workload: str, parts: str, en
     found = verdict(tmp_path, tiny_llama, workload, parts, engine)
     assert reason in found
     assert bool(reason) == bool(found)
+
+
+def test_outputs_and_searches_need_forks(tiny_llama: Path, tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text(
+        f"model: {tiny_llama}\ndevice: cpu\ndtype: float32\nparts: {{decoder: {{use: beam, num_beams: 4}}}}\n"
+        "workload: {use: corpus, num_outputs: 2, input_tokens: 8, max_new_tokens: 8}\n"
+    )
+    (plan,) = compose(load_experiment(path), CATALOGUE)
+    for choice in (plan.workload, plan.parts[Role.DECODER]):
+        assert "kv:fork" in choice.component.needs(choice.options, plan.facts, plan.machine)
 
 
 BEAM = "decoder: {use: beam, num_beams: 4}"
@@ -50,7 +62,7 @@ BEAM = "decoder: {use: beam, num_beams: 4}"
         ("num_outputs: 3", BEAM, ""),
         ("temperature: 0.7", BEAM, "a search is deterministic"),
         ("stop: [x]", BEAM, "knows stop tokens only"),
-        ("num_outputs: 2", f"kv: {{use: h2o, budget: 9}}, {BEAM}", "needs kv:fork"),
+        ("num_outputs: 2", f"kv: {{use: h2o, budget: 9}}, {BEAM}", ""),
         ("num_outputs: 1", f"scheduler: {{use: continuous, preemption: swap}}, {BEAM}", "not swapped to the host"),
     ],
 )
