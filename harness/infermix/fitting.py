@@ -10,6 +10,7 @@ import msgspec
 from infermix.cost.kv import kv_groups, layer_states, stored_groups
 from infermix.cost.kv_capacity import kv_limit, kv_room, sequences_that_fit
 from infermix.cost.memory import USABLE_SHARE, MemoryPrediction, fits, predict_memory
+from infermix.engine.simulated.components import SIMULATED
 from infermix.errors import UserError
 from infermix.roles.component import Choice, Role
 from infermix.roles.decoder import DecoderOptions
@@ -57,6 +58,7 @@ class _Demand:
     num_draft_tokens: int
     assumed: bool
     limits: Limits
+    replicas: int
     machine: str
     fills_memory: bool
 
@@ -101,6 +103,8 @@ class Fitter:
         kv, quantizer = choices.get(Role.KV), choices.get(Role.QUANTIZER, choices.get(Role.ENGINE))
         engine = choices.get(Role.ENGINE)
         provided = engine.component.provides(engine.options, facts, machine) if engine else frozenset()
+        if SIMULATED in provided:
+            return None, (), None
         demand = _Demand(
             facts=id(facts),
             layout=(kv.component.name, msgspec.json.encode(kv.options)) if kv else None,
@@ -111,6 +115,7 @@ class Fitter:
             num_draft_tokens=_num_draft_tokens(choices),
             assumed=_only_data_tells(choices[Role.WORKLOAD]),
             limits=limits,
+            replicas=getattr(engine.options, "replicas", 1) if engine else 1,
             machine=f"{machine.device} {machine.memory_bytes}",
             fills_memory=FILLS_MEMORY in provided,
         )
@@ -166,10 +171,11 @@ class Fitter:
             return round(each * demand.length * demand.count), ()
         limits = demand.limits
         most = kv_limit(machine, memory, limits.kv_memory_bytes, limits.kv_memory_fraction)
+        most = None if most is None else most // demand.replicas
         budget = KVBudget(demand.count, demand.length, facts.dtype_bytes, most, states=layer_states(facts))
         layout = self._layout(demand.layout, kv)
         shape = layout.shape(stored_groups(facts, layout), budget)
-        return shape.bytes, tuple(_draft_problems(kv, shape, demand.num_draft_tokens))
+        return shape.bytes * demand.replicas, tuple(_draft_problems(kv, shape, demand.num_draft_tokens))
 
 
 def _asked_tokens(workload: Choice, evaluators: Iterable[Choice]) -> Iterator[tuple[str, int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,9 @@ from infermix.engine.lanes import Lanes
 from infermix.engine.loader import LoadedModel, load_model, load_tokenizer
 from infermix.engine.native import NativeEngine
 from infermix.engine.offload import make_swapper, swaps, with_swap_space
+from infermix.engine.part_facts import count_values, qualified_name, table_facts
 from infermix.engine.quantize import quantize
+from infermix.engine.replicas import Replicas
 from infermix.engine.runner import ModelRunner
 from infermix.engine.second import second_models
 from infermix.engine.self_check import Reference, collect_reference, self_check
@@ -35,6 +37,7 @@ from infermix.roles.decoder import DecoderContext, DecoderOptions
 from infermix.roles.engine import EngineContext, EngineReport
 from infermix.roles.kv_space import KVBudget, KVShape
 from infermix.roles.transform import TransformContext
+from infermix.toolkit.routing import make_router
 from infermix.toolkit.sampling import TokenSampler, TorchSelector
 
 if TYPE_CHECKING:
@@ -56,6 +59,8 @@ class Assembly:
         self.max_num_seqs = options.max_num_seqs or context.max_num_seqs
         self.transforms = Transforms(context.transforms, self._transform_context())
         self.reference: Reference | None = None
+        #: Of every replica's KV, sized before the first one has taken its memory.
+        self.shape: KVShape | None = None
 
     def _transform_context(self) -> TransformContext:
         context = self.context
@@ -97,20 +102,34 @@ class Assembly:
     def executed(self, role: Role, part: Any, **facts: Any) -> None:
         choice: Choice = self.context.parts[role]
         via = {"via": dict(choice.via)} if choice.via else {}
-        self.report.executed[role.value] = {"class": _qualified_name(part), **facts, **via}
+        self.report.executed[role.value] = {"class": qualified_name(part), **facts, **via}
 
 
-def assemble(options: NativeOptions, context: EngineContext) -> NativeEngine:
+def assemble(options: NativeOptions, context: EngineContext) -> NativeEngine | Replicas:
     """A ready engine. Raises `UserError` for bad input, `Unsupported` when the model or a part must not run."""
     build = Assembly(options, context)
     with build.phase("load"):
         loaded, tokenizer = _load(build)
     attention, layout = build.part(Role.ATTENTION), build.part(Role.KV)
     joint = _change_model(build, loaded, tokenizer, layout)
+    serving = [_serve(build, loaded, tokenizer, attention, layout, joint) for _ in range(options.replicas)]
+    if len(serving) == 1:
+        return serving[0][0]
+    build.report.executed["engine"] |= {"replicas": options.replicas, "router": options.router}
+    build.report.kv_bytes = options.replicas * (build.report.kv_bytes or 0)
+    engines, attach = zip(*serving, strict=True)
+    return Replicas(engines, attach, make_router(options.router, options.replicas), build.report)
+
+
+def _serve(
+    build: Assembly, loaded: LoadedModel, tokenizer: Any, attention: Any, layout: KVLayout, joint: Joint
+) -> tuple[NativeEngine, Callable[[], None]]:
+    """An engine around the loaded model, and what makes the model use its KV again after another one's."""
+    options, context = build.options, build.context
     with build.phase("decoder"):
         decoder = build.part(Role.DECODER, _decoder_context(build, loaded, tokenizer))
     with build.phase("allocate"):
-        shape = _size_kv(build, layout, joint)
+        shape = build.shape = build.shape or _size_kv(build, layout, joint)
         _refuse_long_rows(shape, _query_lens(decoder))
         space, store = layout.space(shape), layout.store(shape, build.device, build.dtype)
         swapper = make_swapper(context, store, shape, build.report)
@@ -118,7 +137,7 @@ def assemble(options: NativeOptions, context: EngineContext) -> NativeEngine:
         with build.phase("tune"):
             tuned = dict(attention.tune(_tune_context(build, joint, shape, space)))
             build.report.executed.setdefault("engine", {})["tuned_attention"] = tuned
-    if options.self_check:
+    if options.self_check and not build.report.self_check:
         with build.phase("self_check"), torch.inference_mode():
             build.report.self_check = self_check(
                 loaded.model,
@@ -131,7 +150,8 @@ def assemble(options: NativeOptions, context: EngineContext) -> NativeEngine:
                 exact=build.lossless(Role.ATTENTION) and build.lossless(Role.KV),
                 kv_error=build.kv_error(),
             )
-    joint.attach(attention, store, keep_hidden=getattr(decoder, "reads_hidden", False))
+    attach = functools.partial(joint.attach, attention, store, keep_hidden=getattr(decoder, "reads_hidden", False))
+    attach()
     selector = build.transforms.selector or TorchSelector()
     sampler = TokenSampler(build.max_num_seqs, context.facts.vocab_size, build.device, loaded.eos_token_ids, selector)
     runner = ModelRunner(joint, space, store, shape, sampler.next_ids, context.facts.vocab_size)
@@ -144,12 +164,13 @@ def assemble(options: NativeOptions, context: EngineContext) -> NativeEngine:
         )
     scheduler = build.part(Role.SCHEDULER, max(1, build.max_num_seqs // build.rows_per_sequence))
     _report_parts(build, attention, layout, space, store, scheduler, decoder, shape)
-    return NativeEngine(
+    engine = NativeEngine(
         context=context, report=build.report, tokenizer=tokenizer, eos_token_ids=loaded.eos_token_ids, joint=joint,
         runner=runner, sampler=sampler, space=_seen_space(decoder, space, shape), store=store, shape=shape,
         scheduler=scheduler, decoder=decoder, lanes=Lanes(build.max_num_seqs), lag=_lag(build, decoder),
         swapper=swapper,
     )  # fmt: skip
+    return engine, attach
 
 
 def _decoder_context(build: Assembly, loaded: LoadedModel, tokenizer: Any) -> DecoderContext:
@@ -286,7 +307,7 @@ def _quantize(build: Assembly, loaded: LoadedModel, tokenizer: Any) -> None:
         method=report.method,
         bits_per_weight=report.bits_per_weight,
         quantized_bytes=report.quantized_bytes,
-        kernels=_count_values(report.kernels),
+        kernels=count_values(report.kernels),
         skipped=len(report.skipped),
         **report.details,
     )
@@ -306,7 +327,7 @@ def _size_kv(build: Assembly, layout: KVLayout, joint: Joint) -> KVShape:
         max_num_seqs=build.max_num_seqs,
         max_model_len=context.max_model_len,
         element_bytes=build.dtype.itemsize,
-        max_bytes=_kv_bytes(build),
+        max_bytes=None if (most := _kv_bytes(build)) is None else most // build.options.replicas,
         states=joint.states,
     )
     shape = layout.shape(joint.groups, budget)
@@ -334,11 +355,11 @@ def _report_parts(
     build.executed(
         Role.KV,
         layout,
-        space=_qualified_name(space),
-        store=_qualified_name(store),
+        space=qualified_name(space),
+        store=qualified_name(store),
         block_size=shape.block_size,
         num_blocks=shape.num_blocks,
-        **_table_facts(shape),
+        **table_facts(shape),
     )
     build.executed(Role.SCHEDULER, scheduler)
     build.executed(Role.DECODER, decoder, **getattr(decoder, "details", {}))
@@ -349,32 +370,3 @@ def _report_parts(
     build.report.kv_bytes = store.allocated_bytes()
     build.report.kv_bytes_per_token = shape.bytes_per_token
     build.report.kv_allocated_bytes_per_token = shape.bytes_of_sequence(shape.max_model_len) / shape.max_model_len
-
-
-def _table_facts(shape: KVShape) -> dict[str, Any]:
-    """Bytes and blocks per block table where there are several or rings, and the longest piece of a prompt."""
-    if not shape.table_limits:
-        return {}
-    tables = []
-    for number in range(shape.num_tables):
-        members = [group for index, group in enumerate(shape.groups) if shape.table_of(index) == number]
-        block_bytes = shape.bytes_of_slots(members) * shape.block_size
-        tables.append({
-            "layers": sum(len(group.layers) for group in members),
-            "windows": sorted({group.window for group in members if group.window is not None}),
-            "blocks": shape.blocks_of(number),
-            "blocks_per_sequence": shape.table_limits[number] or shape.blocks_per_seq,
-            "bytes": int(block_bytes * (shape.blocks_of(number) + 1)),
-        })  # fmt: skip
-    return {"tables": tables, "max_query_len": shape.max_query_len}
-
-
-def _count_values(names: Any) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for kernel in names.values():
-        counts[kernel] = counts.get(kernel, 0) + 1
-    return counts
-
-
-def _qualified_name(part: Any) -> str:
-    return f"{type(part).__module__}.{type(part).__qualname__}"

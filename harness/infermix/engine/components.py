@@ -6,10 +6,11 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from infermix.roles.component import PART_ROLES, Component, Options, Role
+from infermix.engine.replica_options import ReplicaOptions
+from infermix.roles.component import PART_ROLES, Component, Role
 
 
-class NativeOptions(Options, frozen=True):
+class NativeOptions(ReplicaOptions, frozen=True):
     """How the native engine drives the model."""
 
     graphs: Annotated[

@@ -7,28 +7,13 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
+from infermix.engine.replica_options import ReplicaOptions
 from infermix.errors import UserError
 from infermix.roles.component import PART_ROLES, Component, Features, Role
-from infermix.roles.engine import EngineOptions
 from infermix.roles.facts import MachineFacts, ModelFacts
 
 #: Feature of an engine whose time is virtual: its records are marked, and never share a table with measured ones.
 SIMULATED = "engine:simulated"
-
-
-class ReplicaOptions(EngineOptions, frozen=True):
-    """Several equal engines behind a router."""
-
-    replicas: Annotated[
-        int, Meta(ge=1, description="equal engines, each with KV and scheduler of its own", extra={"unit": "engines"})
-    ] = 1
-    router: Annotated[
-        Literal["round_robin", "least_loaded", "prefix_affine"],
-        Meta(
-            description="who gets a request: one after the other; the one with the fewest requests; the one that was "
-            "sent the longest beginning of the prompt before, unless it is too busy"
-        ),
-    ] = "round_robin"
 
 
 class SimulatedOptions(ReplicaOptions, frozen=True):
