@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from infermix.hookspecs import hookimpl
 from infermix.roles.component import Component, Features, Role
 
+from infermix_decoders.head_components import HEAD_COMPONENTS
 from infermix_decoders.options import (
     BeamOptions,
     JacobiOptions,
@@ -193,4 +194,4 @@ COMPONENTS = (
 
 @hookimpl
 def infermix_decoder() -> list[Component]:
-    return list(COMPONENTS)
+    return [*COMPONENTS, *HEAD_COMPONENTS]

@@ -86,6 +86,16 @@ VARIANTS: dict[tuple[Role, str], list[dict[str, Any]]] = {
     (Role.DECODER, "jacobi"): [{"num_draft_tokens": 1}, {"num_draft_tokens": 15}],
     (Role.DECODER, "self_speculative"): [{"skip_layers": [0]}, {"skip_layers": [1], "adaptive": True}],
     (Role.DECODER, "speculative"): [{"draft": "target"}, {"draft": "target", "adaptive": True}],
+    (Role.DECODER, "medusa"): [
+        {"heads": "medusa"},
+        {"heads": "medusa", "num_draft_tokens": 1},
+        {"heads": "medusa", "num_draft_tokens": 63, "acceptance": "typical"},
+    ],
+    (Role.DECODER, "eagle"): [
+        {"heads": "eagle"},
+        {"heads": "eagle", "num_draft_tokens": 1, "depth": 1, "beam": 1},
+        {"heads": "eagle", "num_draft_tokens": 63, "depth": 3, "beam": 2},
+    ],
     (Role.SCHEDULER, "static"): [{"batch_size": 1}, {"batch_size": 3}],
     (Role.SCHEDULER, "continuous"): [
         {"max_num_seqs": 2},
@@ -178,6 +188,7 @@ def test_scheduler_serves_everyone(registered: Registered, given: dict[str, Any]
     conformance.check_scheduler(component, options)
 
 
+@pytest.mark.usefixtures("beside_heads")
 @pytest.mark.parametrize(("registered", "given"), _cases(Role.DECODER))
 def test_decoder_emits_what_the_model_says(registered: Registered, given: dict[str, Any]) -> None:
     component, options = _ready(registered, given)

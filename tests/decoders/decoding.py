@@ -23,7 +23,11 @@ DRAFTING = [
             "adaptive": True,
         },
     ),
+    ("medusa", {"heads": "medusa", "num_draft_tokens": 12}),
+    ("eagle", {"heads": "eagle", "num_draft_tokens": 14, "depth": 3, "beam": 4}),
 ]
+#: Those of them whose drafts form trees.
+TREES = ("medusa", "eagle")
 
 
 def requests(sampling: dict[str, Any], count: int = 7) -> list[Request]:

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from decoding import DRAFTING, generate, requests
+from decoding import DRAFTING, TREES, generate, requests
+from infermix.errors import Unsupported
 from infermix.roles.request import Request, SamplingParams
 
 Build = Callable[..., Any]
@@ -45,6 +46,10 @@ def test_same_tokens_as_plain_decoding(build_engine: Build, decoder: Any, sampli
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda each: each[0])
 @pytest.mark.parametrize("decoder", DRAFTING, ids=_name)
 def test_with_every_layout_and_scheduler(build_engine: Build, decoder: Any, layout: Any, scheduler: Any) -> None:
+    if layout[0] == "none" and decoder[0] in TREES:
+        with pytest.raises(Unsupported, match="kv:move"):
+            build_engine(parts={"decoder": decoder, "kv": layout})
+        return
     sampling = {"temperature": 0.8}
     if layout[0] == "none" and decoder[0] == "lookahead":
         pytest.skip("nothing is stored that could move to the front: the plan refuses it")

@@ -94,6 +94,10 @@ class Assembly:
         choice = self.context.parts[role]
         return choice.component.lossless(choice.options)
 
+    def provides(self, role: Role) -> frozenset[str]:
+        choice = self.context.parts[role]
+        return choice.component.provides(choice.options, self.context.facts, self.context.machine)
+
     def kv_error(self) -> float | None:
         """What the KV layout loses, where that is all that the parts of attention lose."""
         choice = self.context.parts[Role.KV]
@@ -130,7 +134,7 @@ def _serve(
         decoder = build.part(Role.DECODER, _decoder_context(build, loaded, tokenizer))
     with build.phase("allocate"):
         shape = build.shape = build.shape or _size_kv(build, layout, joint)
-        _refuse_long_rows(shape, _query_lens(decoder))
+        _refuse_misfits(build, decoder, shape)
         space, store = layout.space(shape), layout.store(shape, build.device, build.dtype)
         swapper = make_swapper(context, store, shape, build.report)
     if build.tunes and hasattr(attention, "tune"):
@@ -235,8 +239,16 @@ def _captured_shapes(decoder: Any) -> tuple[tuple[int, ...], bool]:
     return _query_lens(decoder), getattr(decoder, "draft_trees", False)
 
 
-def _refuse_long_rows(shape: KVShape, query_lens: tuple[int, ...]) -> None:
-    """Drafts of one verification row must fit what a ring of blocks takes at once."""
+def _refuse_misfits(build: Assembly, decoder: Any, shape: KVShape) -> None:
+    """Drafts of one verification row must fit what a ring of blocks takes at once, and trees need help of two parts.
+
+    `plan` says the latter of a decoder that it knows; here it holds for one inside another as well.
+    """
+    query_lens, trees = _captured_shapes(decoder)
+    for role, feature in ((Role.KV, "kv:move"), (Role.ATTENTION, "attn:tree_mask")):
+        if trees and feature not in build.provides(role):
+            name = build.context.parts[role].component.name
+            raise Unsupported(f"{role.value} {name!r} does not provide {feature}, which drafts in a tree need")
     if shape.max_query_len is not None and max(query_lens) > shape.max_query_len:
         raise UserError(
             f"the decoder verifies rows of {max(query_lens)} tokens, the KV layout takes {shape.max_query_len}",

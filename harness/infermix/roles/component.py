@@ -11,6 +11,7 @@ import msgspec
 
 if TYPE_CHECKING:
     from infermix.roles.facts import MachineFacts, ModelFacts
+    from infermix.roles.training import Trainer
 
 
 class Role(enum.StrEnum):
@@ -60,7 +61,8 @@ class Component:
     is a quantizer's (or a quantizing engine's) effective bits per quantized weight, scales included, for the memory
     prediction. `kv_error` says how far what a lossy KV layout gives back is from what was written: root mean square
     of the difference over that of the numbers, for normally distributed ones; `None` where the layout does not bound
-    it. `hosts` are the roles that an engine takes from `parts:`, and `Role.TRANSFORM` when it applies `transforms:`.
+    it. `trainer` trains what the component loads (`infermix train-heads`). `hosts` are the roles that an engine takes
+    from `parts:`, and `Role.TRANSFORM` when it applies `transforms:`.
     """
 
     name: str
@@ -78,6 +80,7 @@ class Component:
     weight_bits: Callable[[Any], float | None] = lambda options: None
     kv_error: Callable[[Any], float | None] = lambda options: None
     hosts: frozenset[Role] = frozenset()
+    trainer: Trainer | None = None
     source: str = ""
 
 

@@ -72,6 +72,8 @@ class MaskedDecoder:
             raise Unsupported(f"{name} does not draw its tokens through the sampler, so no mask can restrict them")
         self._decoder, self._masks = decoder, masks
         self.query_lens: tuple[int, ...] = getattr(decoder, "query_lens", (1,))
+        self.reads_hidden: bool = getattr(decoder, "reads_hidden", False)
+        self.draft_trees: bool = getattr(decoder, "draft_trees", False)
         self.details: Mapping[str, Any] = {
             "decoder": type(decoder).__qualname__, **getattr(decoder, "details", {})
         }  # fmt: skip

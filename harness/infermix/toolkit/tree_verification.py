@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -46,6 +46,17 @@ class DraftTree(NamedTuple):
         """A tree of its first guesses."""
         return DraftTree(self.tokens[:count], self.parents[:count])
 
+    def within(self, depth: int) -> DraftTree:
+        """Without the guesses that are deeper."""
+        depths = self.depths()
+        if max(depths, default=0) <= depth:
+            return self
+        kept = [index for index, own in enumerate(depths) if own <= depth]
+        place = {-1: -1, **{old: new for new, old in enumerate(kept)}}
+        return DraftTree(
+            tuple(self.tokens[index] for index in kept), tuple(place[self.parents[index]] for index in kept)
+        )
+
     def branch(self, index: int) -> tuple[int, ...]:
         """The tokens from the first guess of its branch down to guess `index`; none for -1."""
         tokens: list[int] = []
@@ -60,13 +71,25 @@ class Verified:
     """What became of a sequence in a step: its new tokens (none inside a prompt) and the accepted guesses, in order.
 
     `draws[0]` is the target's token behind the last own one, `draws[i + 1]` the one behind guess i, right or wrong.
-    `entry` is as it was launched, drafts included; its sequence does not hold `token_ids` yet.
+    `entry` is as it was launched, drafts included, from position `start` on; its sequence does not hold `token_ids`
+    yet.
     """
 
     entry: Scheduled
     token_ids: tuple[int, ...] = ()
     path: tuple[int, ...] = ()
     draws: tuple[int, ...] = ()
+    start: int = 0
+
+    def rows(self, forward: Forward) -> list[int]:
+        """Where the hidden states of its own tokens and of the accepted guesses lie, in order."""
+        assert forward.first_rows is not None
+        first, own = forward.first_rows[self.entry.sequence.seq_id], self.entry.num_own_tokens
+        return [*range(first, first + own), *(first + own + node for node in self.path)]
+
+    def last_row(self, forward: Forward) -> int:
+        """The one of `rows` that the newest token was read from."""
+        return self.rows(forward)[-1]
 
 
 class TreeDrafter(Protocol):
@@ -111,9 +134,11 @@ def equal_draws(tree: DraftTree, draws: Seq[int]) -> tuple[int, ...]:
 class TreeTicket:
     rows: list[Drafted]
     emitting: list[Drafted]
+    starts: dict[int, int]
     ids: Tensor
     forward: Forward
     sampler: Sampler
+    judged: list[float]
 
 
 class TreeDecoder:
@@ -139,6 +164,7 @@ class TreeDecoder:
         self._drafter, self._max_depth, self._max_model_len = drafter, max_depth, max_model_len
         self._uniform = uniform
         self._counters = AcceptanceCounters(clock_ns)
+        self.details: dict[str, Any] = {}
         self.reads_hidden = drafter.reads_hidden
         self.query_lens = (1, drafter.num_nodes + 1)
 
@@ -148,7 +174,10 @@ class TreeDecoder:
         forward = runner.forward(Plan([row.entry for row in rows]), want)
         self._counters.target_forwards += 1
         emitting = in_forward_order(rows, forward)
-        return TreeTicket(rows, emitting, self._draws(forward, emitting, sampler), forward, sampler)
+        starts = {row.entry.sequence.seq_id: row.entry.sequence.num_computed for row in rows}
+        draws = self._draws(forward, emitting, sampler)
+        judged = self._judge(forward, emitting, sampler) if emitting else []
+        return TreeTicket(rows, emitting, starts, draws, forward, sampler, judged)
 
     def collect(self, ticket: TreeTicket) -> list[Emission]:
         draws = ticket.ids.tolist()
@@ -159,7 +188,7 @@ class TreeDecoder:
             verified[row.entry.sequence.seq_id] = self._verify(row, draws[own], own, ticket)
             first = own.stop
         with self._counters.drafting():
-            every = [verified.get(row.entry.sequence.seq_id, Verified(row.entry)) for row in ticket.rows]
+            every = [verified.get(row.entry.sequence.seq_id) or self._unfinished(row, ticket) for row in ticket.rows]
             self._drafter.observe(every, ticket.forward)
         return [
             Emission(each.entry.sequence, each.token_ids, len(each.entry.draft_ids), each.path)
@@ -181,6 +210,14 @@ class TreeDecoder:
         trees = [(tree_of(row), len(row.drafts)) for row in emitting]
         return sampler.sample_rows(forward, [tree.branch(node) for tree, count in trees for node in range(-1, count)])
 
+    def _judge(self, forward: Forward, emitting: Seq[Drafted], sampler: Sampler) -> list[float]:
+        """A number per row for acceptance rules that need more than the draws; this one does not."""
+        return []
+
+    @staticmethod
+    def _unfinished(row: Drafted, ticket: TreeTicket) -> Verified:
+        return Verified(row.entry, start=ticket.starts[row.entry.sequence.seq_id])
+
     def _path(self, row: Drafted, draws: list[int], span: slice, ticket: TreeTicket) -> tuple[int, ...]:
         """Which guesses stay; `span` are the row's rows among those of the forward."""
         return equal_draws(tree_of(row).first(row.num_real), draws)
@@ -192,7 +229,7 @@ class TreeDecoder:
         category = row.entry.sequence.request.category
         self._counters.count(depth, len(path), row.num_real - depth, category)
         ticket.sampler.accept(row.entry.sequence, tokens)
-        return Verified(row.entry, tokens, path, tuple(draws))
+        return Verified(row.entry, tokens, path, tuple(draws), ticket.starts[row.entry.sequence.seq_id])
 
     def _rows(self, plan: Plan, runner: Runner) -> list[Drafted]:
         with self._counters.drafting():

@@ -20,6 +20,7 @@ from infermix.toolkit.conformance.scheduler import make_sequence
 from infermix.toolkit.paged_space import PagedSpace, paged_shape
 from infermix.toolkit.tree_verification import DraftTree
 
+#: Tokens that the toy model ever says.
 VOCABULARY = 31
 
 
@@ -32,15 +33,26 @@ class _ToyRunner:
     def forward(self, plan: Plan, want: Want = Want()) -> Forward:
         rows: list[list[int]] = []
         sequences: list[Sequence] = []
+        hidden_rows: list[int] = []
+        first_rows: dict[int, int] = {}
+        total = 0
         for entry in plan.entries:
             texts = _texts(entry, want)
             rows += texts
             sequences += [entry.sequence] * len(texts)
-        logits = torch.zeros(len(rows), VOCABULARY)
+            first_rows[entry.sequence.seq_id] = total
+            total += entry.num_new_tokens
+            hidden_rows += range(total - len(texts), total)
+        logits = torch.zeros(len(rows), example_model().vocab_size)
         for row, tokens in enumerate(rows):
             logits[row, next_token(tokens)] = 1.0
         lanes = torch.tensor([seq.lane for seq in sequences], dtype=torch.int64)
-        return Forward(logits, sequences, lanes, [len(tokens) for tokens in rows])
+        forward = Forward(logits, sequences, lanes, [len(tokens) for tokens in rows])
+        if want.hidden:
+            generator = torch.Generator().manual_seed(total)
+            forward.hidden = torch.randn(total, example_model().hidden_size, generator=generator)
+            forward.hidden_rows, forward.first_rows = hidden_rows, first_rows
+        return forward
 
     def reserve(self, sequence: Sequence, num_tokens: int) -> bool:
         return True
@@ -99,7 +111,7 @@ class _ToySecond:
 
     def forward(self, plan: Plan, want: Want = Want()) -> Forward:
         sequences = [entry.sequence for entry in plan.entries]
-        logits = torch.zeros(len(sequences), VOCABULARY)
+        logits = torch.zeros(len(sequences), example_model().vocab_size)
         for row, seq in enumerate(sequences):
             sampled = self._in_flight.get(seq.seq_id, []) if seq.num_inflight else []
             token = next_token([*seq.tokens, *sampled[-seq.num_inflight :]])

@@ -1,0 +1,109 @@
+"""An EAGLE draft layer from a checkpoint, checked against the model that it is for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from infermix.errors import Unsupported, UserError
+from infermix.toolkit.tree_verification import TreeDecoder
+from torch import Tensor, nn
+
+from infermix_decoders.build_medusa import output_weight
+from infermix_decoders.eagle import FEW, EagleDrafter
+from infermix_decoders.eagle_cache import EagleCache
+from infermix_decoders.eagle_layer import EagleDraft, EagleShape
+from infermix_decoders.head_files import EAGLE_FILES, check_shapes, number_of, read_config, read_tensors
+from infermix_decoders.lane_rows import LaneRows
+
+if TYPE_CHECKING:
+    from infermix.roles.decoder import DecoderContext
+
+    from infermix_decoders.tree_options import EagleOptions
+
+_KEY = "parts.decoder.heads"
+_EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
+
+
+def build_eagle(options: EagleOptions, context: DecoderContext) -> TreeDecoder:
+    """Raises `UserError` for a layer that is missing, pickled, broken, or made for another model."""
+    output = output_weight(context.model)
+    folder = (context.base or Path()) / options.heads
+    draft, embedding = load_eagle(folder, output)
+    shape = draft.shape
+    embed: Any = context.model.get_input_embeddings()
+    if embedding is not None:
+        embed = nn.Embedding.from_pretrained(embedding.to(output.device, output.dtype))
+    capacity = context.max_model_len + max(options.beam * options.depth, FEW)
+    cache = EagleCache(context.max_num_seqs, capacity, shape.num_kv_heads, shape.head_dim, output)
+    latest = LaneRows(context.max_num_seqs, shape.width, output.device, output.dtype)
+    drafter = EagleDrafter(
+        draft, embed, context.model.get_output_embeddings(), cache, latest,
+        beam=options.beam, depth=options.depth, num_nodes=_num_nodes(options, output.shape[0]),
+    )  # fmt: skip
+    decoder = TreeDecoder(
+        drafter, options.depth, context.max_model_len,
+        uniform=context.device.startswith("cuda"), clock_ns=context.clock_ns,
+    )  # fmt: skip
+    decoder.details = {
+        "draft_weight_bytes": sum(tensor.numel() * tensor.element_size() for tensor in draft.state_dict().values()),
+        "draft_kv_bytes": cache.bytes,
+        "tree_nodes": drafter.num_nodes,
+    }
+    return decoder
+
+
+def _num_nodes(options: EagleOptions, vocab_size: int) -> int:
+    """No more than the guesses that a tree of this beam and depth has to choose from."""
+    beam = min(options.beam, vocab_size)
+    return min(options.num_draft_tokens, beam + (options.depth - 1) * beam * beam)
+
+
+def load_eagle(folder: Path, output: Tensor) -> tuple[EagleDraft, Tensor | None]:
+    """The layer in the dtype and on the device of `output [V, D]`, and the embedding that it may bring."""
+    config = read_config(folder, _KEY)
+    tensors = read_tensors(folder, EAGLE_FILES, _KEY)
+    tensors.pop(_HEAD, None)  # the target's is used
+    embedding = tensors.pop(_EMBEDDING, None)
+    shape = _shape(config, folder, bias="fc.bias" in tensors)
+    if shape.width != output.shape[1]:
+        raise UserError(
+            f"the draft layer is {shape.width} wide, the model {output.shape[1]}", where=str(folder), key=_KEY,
+            hint="this layer was made for another model",
+        )  # fmt: skip
+    with torch.device("meta"):
+        draft = EagleDraft(shape)
+    check_shapes(tensors, draft.state_dict(), folder, _KEY)
+    if embedding is not None:
+        check_shapes({_EMBEDDING: embedding}, {_EMBEDDING: output}, folder, _KEY)
+    draft.load_state_dict(tensors, assign=True)
+    draft.to(output.device, output.dtype).requires_grad_(False)
+    return draft, embedding
+
+
+def _shape(config: dict[str, Any], folder: Path, *, bias: bool) -> EagleShape:
+    width, heads = number_of(config, "hidden_size", folder), number_of(config, "num_attention_heads", folder)
+    if number_of(config, "num_hidden_layers", folder, 1) != 1:
+        raise Unsupported(f"{folder}: a draft of several layers; EAGLE's has one")
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind != "default":
+        raise Unsupported(f"{folder}: positions of the draft layer are scaled ({kind}), which is not implemented")
+    return EagleShape(
+        width=width,
+        intermediate=number_of(config, "intermediate_size", folder),
+        num_heads=heads,
+        num_kv_heads=number_of(config, "num_key_value_heads", folder, heads),
+        head_dim=number_of(config, "head_dim", folder, max(1, width // heads)),
+        rope_theta=_positive(config.get("rope_theta", rope.get("rope_theta", 10000.0)), "rope_theta", folder),
+        eps=_positive(config.get("rms_norm_eps", 1e-6), "rms_norm_eps", folder),
+        bias=bias,
+    )
+
+
+def _positive(value: Any, name: str, folder: Path) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+        where = str(folder / "config.json")
+        raise UserError(f"{name} is {value!r}, expected a number above 0", where=where, key=name)
+    return float(value)

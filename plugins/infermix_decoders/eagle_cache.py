@@ -1,0 +1,75 @@
+"""Keys and values of the draft layer: a row per lane, long enough for a text and the tree that is being guessed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import torch
+import torch.nn.functional as F
+from infermix.roles.request import Sequence
+from torch import Tensor
+
+from infermix_decoders.lane_rows import to_device
+
+
+class EagleCache:
+    """`keys`, `values` `[max_num_seqs, capacity, Hkv, D]`. What pads a batch lies behind what a row has seen.
+
+    What lies at index i of a row need not be of position i: after a prefix hit the layer has not seen the beginning.
+    """
+
+    def __init__(self, max_num_seqs: int, capacity: int, num_kv_heads: int, head_dim: int, like: Tensor) -> None:
+        size = (max_num_seqs, capacity, num_kv_heads, head_dim)
+        self.keys, self.values = like.new_zeros(size), like.new_zeros(size)
+        self._counts: dict[int, int] = {}
+
+    @property
+    def bytes(self) -> int:
+        return 2 * self.keys.numel() * self.keys.element_size()
+
+    def count(self, sequence: Sequence) -> int:
+        """Pairs of feature and token that the layer has seen of a text."""
+        return self._counts.get(sequence.seq_id, 0)
+
+    def grow(self, sequence: Sequence, count: int) -> None:
+        self._counts[sequence.seq_id] = self.count(sequence) + count
+
+    def forget(self, sequence: Sequence) -> None:
+        self._counts.pop(sequence.seq_id, None)
+
+    def counts(self, sequences: Seq[Sequence]) -> Tensor:
+        return to_device([self.count(each) for each in sequences], self.keys.device)
+
+    def attention(self, lanes: Tensor, places: Tensor, visible: Tensor) -> Attention:
+        return Attention(self, lanes, places, visible)
+
+
+class Attention:
+    """One call of the layer: new keys go to `places [B, n]` of rows `lanes [B]`, queries see `visible [B, n, C]`.
+
+    Columns of `visible` are the first C places of a row.
+    """
+
+    def __init__(self, cache: EagleCache, lanes: Tensor, places: Tensor, visible: Tensor) -> None:
+        self._cache, self._lanes, self._visible = cache, lanes, visible
+        self._slots = (lanes[:, None] * cache.keys.shape[1] + places).flatten()
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """`q [B, n, H, D]`, `k`, `v [B, n, Hkv, D]` -> `[B, n, H, D]`."""
+        cache, reach = self._cache, self._visible.shape[2]
+        for pool, new in ((cache.keys, k), (cache.values, v)):
+            pool.flatten(0, 1).index_copy_(0, self._slots, new.flatten(0, 1).to(pool.dtype))
+        keys, values = (
+            pool[:, :reach].index_select(0, self._lanes).transpose(1, 2).to(q.dtype)
+            for pool in (cache.keys, cache.values)
+        )
+        out = F.scaled_dot_product_attention(
+            q.transpose(1, 2), keys, values, attn_mask=self._visible[:, None], enable_gqa=q.shape[2] != keys.shape[1]
+        )
+        return out.transpose(1, 2)
+
+
+def causal_places(past: Tensor, num_new: int, reach: int) -> tuple[Tensor, Tensor]:
+    """Places `[B, n]` behind `past [B]`, and what each sees of the first `reach` places `[B, n, reach]`."""
+    places = past[:, None] + torch.arange(num_new, device=past.device)
+    return places, torch.arange(reach, device=past.device) <= places[:, :, None]
