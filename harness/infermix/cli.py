@@ -26,6 +26,7 @@ VERBS = {
     "show": "show one record in full",
     "cost": "parameters, bytes, FLOPs and ideal step time of a model",
     "kv": "bytes of the KV cache in every layout, and how many sequences fit",
+    "train-heads": "train draft heads of a decoder on a model's own output",
     "doctor": "what this machine has and which parts can run on it",
     "new-plugin": "write a working plugin package",
 }
