@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from infermix_kernels.attention_call import Call, Rules, Workspace
+from infermix_kernels.attention_call import Call, Rules, Workspace, shares_values
 from infermix_kernels.attention_checks import check_arguments, check_table_contents
 from infermix_kernels.attention_prepare import prepare
 from infermix_kernels.attention_repeat import Repeat, remembered, signature_of
@@ -44,6 +44,8 @@ def paged_attention(
       `key_scales`, `value_scales` `[num_blocks, Hkv, block_size]` (fp32 or fp16; dense: `[B, Hkv, capacity]`), one
       factor per token and head: a stored number times its factor is the value. A head's factors lie side by side in
       a block, because each would cost a memory sector of 32 bytes if the heads did.
+    - `values` may be the first numbers of `keys`, a view of the same memory (latent attention): rows are then read
+      once, and may be as wide as 512 + 128 numbers.
     - `cu_seqlens_q [B + 1]`, `context_lens [B]` int32. The queries of a sequence are the last tokens of its context.
       `cu_seqlens_q` may start above 0: only the rows that it covers are computed. Context 0 gives rows of zeros.
     - `max_query_len`, `max_context_len`: bounds known on the host. The launch depends on them and on shapes alone, so
@@ -71,18 +73,19 @@ def paged_attention(
     }
     if check_block_tables:
         check_table_contents((keys.shape[0], keys.shape[1]), cu_seqlens_q, context_lens, block_tables)
-    bounds = (max_query_len, max_context_len)
+    bounds, shared = (max_query_len, max_context_len), shares_values(keys, values)
     known: list[Repeat] | None = None
     if q.is_cuda and workspace is not None and out is not None:
-        known = remembered(signature_of(tensors, bounds, scale, window, softcap, workspace, launches, launch))
+        known = remembered(signature_of(tensors, shared, bounds, scale, window, softcap, workspace, launches, launch))
         if known:
             known[0].run(tensors)
             return out
-    check_arguments(tensors, *bounds, window)
+    check_arguments(tensors, *bounds, window, shared=shared)
     if out is None:
         out = tensors["out"] = q.new_empty(q.shape[0], q.shape[1], values.shape[3])
     if q.shape[0] and context_lens.shape[0]:
-        call = Call(q, keys, values, out, cu_seqlens_q, context_lens, block_tables, sinks, (key_scales, value_scales))
+        scales = key_scales, value_scales
+        call = Call(q, keys, values, out, cu_seqlens_q, context_lens, block_tables, sinks, scales, shared)
         prepared = prepare(call, Rules(scale, window, softcap, tree_mask), bounds, workspace, launches, launch)
         if known is None:
             prepared.run()

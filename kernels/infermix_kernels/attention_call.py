@@ -90,6 +90,12 @@ class Rules:
         return self.scale * log2e, (self.softcap or 1.0) * log2e, self.window or 0
 
 
+def shares_values(keys: Tensor, values: Tensor) -> bool:
+    """Whether values are the first numbers of the keys, in the same memory."""
+    same = keys.data_ptr() == values.data_ptr() and keys.stride() == values.stride()
+    return same and not keys.is_meta and values.shape[3] < keys.shape[3]
+
+
 @dataclass(frozen=True, slots=True)
 class Call:
     """The tensors of one call."""
@@ -103,6 +109,8 @@ class Call:
     block_tables: Tensor | None
     sinks: Tensor | None
     scales: tuple[Tensor | None, Tensor | None]
+    #: Values are the first numbers of the keys, in the same memory.
+    shared: bool = False
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         return (self.q, *self.pools(), *self.scales, self.out)
@@ -122,12 +130,17 @@ class Call:
         return self.q.shape[1] // self.keys.shape[2]
 
     @property
+    def rest(self) -> int:
+        """Numbers of a key that are no part of its value."""
+        return self.keys.shape[3] - self.values.shape[3]
+
+    @property
     def block_size(self) -> int:
         return 0 if self.block_tables is None else self.keys.shape[1]
 
     def shape_class(self, kernel: str, rows: int, crowded: bool = True) -> ShapeClass:
         return ShapeClass(
-            "split" if kernel == "split" else "prefill",
+            "latent" if self.shared else "split" if kernel == "split" else "prefill",
             self.q.element_size(),
             self.keys.element_size(),
             triton.next_power_of_2(self.keys.shape[3]),
@@ -175,7 +188,7 @@ class Call:
             "HEADS": geometry.heads,
             "DK": self.keys.shape[3],
             "DV": self.values.shape[3],
-            "PAD_K": max(narrowest, shape.key_dim),
+            "PAD_K": max(narrowest, triton.next_power_of_2(self.rest) if self.shared else shape.key_dim),
             "PAD_V": max(narrowest, shape.value_dim),
             "BLOCK_M": launch.block_rows,
             "BLOCK_N": launch.block_tokens,
@@ -189,6 +202,7 @@ class Call:
             "PRECISION": "ieee" if self.q.dtype == torch.float32 else "tf32",
             "NATIVE": not triton.knobs.runtime.interpret and converts_fp8(self.q.device),
             "WIDE": max(pool.shape[0] * pool.stride(0) for pool in self.pools()) >= 1 << 31,
+            "SHARED": self.shared,
             "SAME_STRIDES": self.keys.stride() == self.values.stride(),
             "num_warps": launch.num_warps,
             "num_stages": launch.num_stages,

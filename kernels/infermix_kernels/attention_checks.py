@@ -10,17 +10,25 @@ from torch import Tensor
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 QUANTIZED = (torch.int8, torch.float8_e4m3fn)
 MAX_HEAD_DIM = 256
+#: Of rows whose first part is key and value at once: widths of that part, and of the rest of the key.
+MAX_LATENT, MAX_REST = 512, 128
 MAX_TREE_QUERY = 64
 _REQUIRED = ("q", "keys", "values", "cu_seqlens", "context_lens")
 
 
 def check_arguments(
-    tensors: Mapping[str, Tensor | None], max_query_len: int, max_context_len: int, window: int | None
+    tensors: Mapping[str, Tensor | None],
+    max_query_len: int,
+    max_context_len: int,
+    window: int | None,
+    *,
+    shared: bool = False,
 ) -> None:
     """Raises `ValueError` with the argument's name. No device read; `tensors` are named as the kernels name them."""
     q, keys, values, cu_seqlens_q, context_lens = (_present(tensors, name) for name in _REQUIRED)
     scales = (tensors["key_scales"], tensors["value_scales"])
     _check_pools(q, keys, values, scales)
+    _check_widths(keys.shape[3], values.shape[3], shared)
     _check_lengths(cu_seqlens_q, context_lens, max_query_len, max_context_len)
     _check_reach(keys, tensors["tables"], context_lens.shape[0], max_context_len)
     if window is not None:
@@ -83,8 +91,6 @@ def _check_pools(q: Tensor, keys: Tensor, values: Tensor, scales: tuple[Tensor |
     _require(keys.dtype == values.dtype, f"keys are {keys.dtype}, values {values.dtype}")
     _require(keys.shape[:3] == values.shape[:3], "keys and values differ in blocks, tokens or heads")
     _require(keys.shape[3] == q.shape[2], f"keys have head dim {keys.shape[3]}, q {q.shape[2]}")
-    widest = max(keys.shape[3], values.shape[3])
-    _require(widest <= MAX_HEAD_DIM, f"head dim {widest}; at most {MAX_HEAD_DIM} is supported")
     _require(q.shape[1] % keys.shape[2] == 0, f"{q.shape[1]} query heads do not fold onto {keys.shape[2]} KV heads")
     if keys.dtype not in QUANTIZED:
         _require(keys.dtype == q.dtype, f"keys are {keys.dtype}, q is {q.dtype}")
@@ -102,6 +108,15 @@ def _check_pools(q: Tensor, keys: Tensor, values: Tensor, scales: tuple[Tensor |
             )
         _require(scale.dtype in FLOATS, f"scales are {scale.dtype}; supported: bfloat16, float16, float32")
     _require(scales[0].stride() == scales[1].stride(), "key_scales and value_scales have different strides")  # type: ignore[union-attr]
+
+
+def _check_widths(key_dim: int, value_dim: int, shared: bool) -> None:
+    widest, rest = max(key_dim, value_dim), key_dim - value_dim
+    if shared:
+        fits, most = value_dim <= MAX_LATENT and rest <= MAX_REST, f"{MAX_LATENT} + {MAX_REST}"
+        _require(fits, f"rows of {value_dim} + {rest}; at most {most} are supported")
+    else:
+        _require(widest <= MAX_HEAD_DIM, f"head dim {widest}; at most {MAX_HEAD_DIM} is supported")
 
 
 def _check_lengths(cu_seqlens_q: Tensor, context_lens: Tensor, max_query_len: int, max_context_len: int) -> None:

@@ -139,7 +139,7 @@ def prepare(
     if used is not None:
         known = {**constants, "TREE": False}
         then = prepare_combine(call, rules, used, geometry, (row_tiles, splits), known, launch)
-    grid = (geometry.head_tiles * splits, call.num_seqs * row_tiles)
+    grid = (geometry.head_tiles * splits * call.num_seqs * row_tiles, 1)
     return Prepared(grouped_kernel, grid, arguments, constants, launch, then)
 
 

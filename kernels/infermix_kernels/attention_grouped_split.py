@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from infermix_kernels.attention_grouped_tile import attend_grouped, in_order, load_part
-from infermix_kernels.attention_split import runs_of
+from infermix_kernels.attention_split import place_of, runs_of
 from infermix_kernels.attention_tile import (
     RING,
     attend,
@@ -76,15 +76,14 @@ def grouped_kernel(
     PRECISION: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """Grid: (head tiles x splits, sequences x row tiles), as `split_kernel`. Pools are contiguous int32 words."""
+    """Grid: head tiles x splits x row tiles x sequences, as `split_kernel`. Pools are contiguous int32 words."""
     TOKENS: tl.constexpr = BLOCK_M // HEADS
     PARTS: tl.constexpr = 16 // BITS
     if PDL:
         tl.extra.cuda.gdc_wait()
-    head_tile = tl.program_id(0) % head_tiles
-    split = tl.program_id(0) // head_tiles
-    seq = tl.program_id(1) // row_tiles
-    row_tile = tl.program_id(1) % row_tiles
+    head_tile, split, tile = place_of(head_tiles, num_splits)
+    seq = tile // row_tiles
+    row_tile = tile % row_tiles
     first_token = tl.load(cu_seqlens + seq)
     query_len = tl.load(cu_seqlens + seq + 1) - first_token
     context = tl.load(context_lens + seq)
@@ -191,7 +190,7 @@ def grouped_kernel(
         if PDL:
             tl.extra.cuda.gdc_launch_dependents()
         if active > 1:
-            unit = tl.program_id(1) * head_tiles + head_tile
+            unit = tile * head_tiles + head_tile
             slot = (unit * num_splits + split).to(tl.int64)
             rows = tl.arange(0, BLOCK_M)
             dims = tl.arange(0, PAD_V)

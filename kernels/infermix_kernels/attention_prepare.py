@@ -41,8 +41,11 @@ def _find(launches: LaunchTable | None, shape: ShapeClass) -> Launch:
 def splits_pay(
     call: Call, max_query_len: int, max_context_len: int, tree: bool, device: torch.device | None = None
 ) -> bool:
-    """Rows of a sequence fit one tile, or long queries would leave most of the device idle over a long context."""
-    if tree or max_query_len * call.group <= 64:
+    """Rows of a sequence fit one tile, or long queries would leave most of the device idle over a long context.
+
+    Values that are part of their keys are read by the split kernel alone.
+    """
+    if call.shared or tree or max_query_len * call.group <= 64:
         return True
     if max_context_len < 1024:
         return False
@@ -147,7 +150,7 @@ def _prepare_split(
     constants |= {"TREE": rules.tree_mask is not None, "SPLIT": splits > 1, "PDL": pdl}
     if pdl:
         constants["launch_pdl"] = True
-    grid = (geometry.head_tiles * splits, call.num_seqs * row_tiles)
+    grid = (geometry.head_tiles * splits * call.num_seqs * row_tiles, 1)
     then = None
     if used is not None:
         then = prepare_combine(call, rules, used, geometry, (row_tiles, splits), constants, launch)
@@ -184,7 +187,7 @@ def prepare_combine(
     constants |= {"PAD_SPLITS": padded, "num_warps": 8 if padded * constants["PAD_V"] > 8192 else 4}
     if constants["PDL"]:
         constants["launch_pdl"] = True
-    grid = (geometry.head_tiles * geometry.heads * geometry.tokens, call.num_seqs * row_tiles)
+    grid = (geometry.head_tiles * geometry.heads * geometry.tokens * call.num_seqs * row_tiles, 1)
     return Prepared(combine_kernel, grid, arguments, constants, launch)
 
 

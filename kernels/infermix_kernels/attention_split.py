@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from infermix_kernels.attention_latent import attend_latent
 from infermix_kernels.attention_quantized import PLAIN, attend_quantized
 from infermix_kernels.attention_tile import (
     DENSE,
@@ -16,6 +17,13 @@ from infermix_kernels.attention_tile import (
     rows_of,
     store_output,
 )
+
+
+@triton.jit
+def place_of(first, second):
+    """Coordinates of a program in a grid of one dimension: only that one may have more than 65,535 programs."""
+    place = tl.program_id(0)
+    return place % first, place // first % second, place // first // second
 
 
 @triton.jit
@@ -110,22 +118,23 @@ def split_kernel(
     SAME_STRIDES: tl.constexpr,
     WIDE: tl.constexpr,
     NATIVE: tl.constexpr,
+    SHARED: tl.constexpr,
 ):
-    """Grid: (head tiles x splits, heads first so that neighbours read the same tokens; sequences x row tiles).
+    """Grid: head tiles, so that neighbours read the same tokens, x splits x row tiles x sequences.
 
     A sequence is cut into as many equal runs of whole tiles as there are splits, fewer when it is short. One run is
     written out at once; of several, each leaves its partial result in its slot for `combine_kernel`. PDL: this kernel
     and the next may be launched while the one before drains, and wait here for its results.
+    SHARED: values are the first DV numbers of keys, and PAD_K is the padded width of the others.
     """
     TOKENS: tl.constexpr = BLOCK_M // HEADS
     if SAME_STRIDES:
         stride_vb, stride_vt = stride_kb, stride_kt
     if PDL:
         tl.extra.cuda.gdc_wait()
-    head_tile = tl.program_id(0) % head_tiles
-    split = tl.program_id(0) // head_tiles
-    seq = tl.program_id(1) // row_tiles
-    row_tile = tl.program_id(1) % row_tiles
+    head_tile, split, tile = place_of(head_tiles, num_splits)
+    seq = tile // row_tiles
+    row_tile = tile % row_tiles
     first_token = tl.load(cu_seqlens + seq)
     query_len = tl.load(cu_seqlens + seq + 1) - first_token
     context = tl.load(context_lens + seq)
@@ -139,7 +148,11 @@ def split_kernel(
 
     token, head, in_tile = rows_of(row_tile, head_tile, BLOCK_M, HEADS)
     valid = in_tile & (token < query_len)
-    query = load_queries(q, first_token, token, head, valid, stride_qt, stride_qh, DK, PAD_K)
+    if SHARED:
+        query = load_queries(q, first_token, token, head, valid, stride_qt, stride_qh, DV, PAD_V)
+        q_rest = load_queries(q + DV, first_token, token, head, valid, stride_qt, stride_qh, DK - DV, PAD_K)
+    else:
+        query = load_queries(q, first_token, token, head, valid, stride_qt, stride_qh, DK, PAD_K)
     acc, total, peak = initial_state(sinks, head, valid, split == 0, BLOCK_M, PAD_V, SINKS)
     q_pos = first_new + token
     tree_bits = q_pos
@@ -201,6 +214,39 @@ def split_kernel(
             NATIVE,
             BLOCK_M <= 32,
         )
+    elif SHARED:
+        acc, total, peak = attend_latent(
+            acc,
+            total,
+            peak,
+            query,
+            q_rest,
+            q_pos,
+            tree_bits,
+            first_new,
+            keys,
+            table,
+            begin,
+            end,
+            context,
+            factor,
+            cap,
+            window,
+            stride_kb,
+            stride_kt,
+            DK,
+            DV,
+            PAD_K,
+            PAD_V,
+            BLOCK_N,
+            BLOCK_SIZE,
+            ADDRESSING,
+            WINDOW,
+            SOFTCAP,
+            TREE,
+            PRECISION,
+            WIDE,
+        )
     else:
         acc, total, peak = attend(
             acc,
@@ -242,7 +288,7 @@ def split_kernel(
         if PDL:
             tl.extra.cuda.gdc_launch_dependents()
         if active > 1:
-            unit = tl.program_id(1) * head_tiles + head_tile
+            unit = tile * head_tiles + head_tile
             slot = (unit * num_splits + split).to(tl.int64)
             rows = tl.arange(0, BLOCK_M)
             dims = tl.arange(0, PAD_V)
@@ -283,13 +329,12 @@ def combine_kernel(
     GROUP_SIZE: tl.constexpr,
     RECENT: tl.constexpr,
 ):
-    """Adds up the runs of one query row and head. Grid: (head tiles x rows of a tile, sequences x row tiles)."""
+    """Adds up the runs of one query row and head. Grid: head tiles x rows of a tile x row tiles x sequences."""
     TOKENS: tl.constexpr = BLOCK_M // HEADS
     ROWS: tl.constexpr = TOKENS * HEADS
-    head_tile = tl.program_id(0) // ROWS
-    row = tl.program_id(0) % ROWS
-    seq = tl.program_id(1) // row_tiles
-    row_tile = tl.program_id(1) % row_tiles
+    row, head_tile, tile = place_of(ROWS, head_tiles)
+    seq = tile // row_tiles
+    row_tile = tile % row_tiles
     first_token = tl.load(cu_seqlens + seq)
     query_len = tl.load(cu_seqlens + seq + 1) - first_token
     context = tl.load(context_lens + seq)
@@ -303,7 +348,7 @@ def combine_kernel(
     if (active > 1) & (token < query_len):
         runs = tl.arange(0, PAD_SPLITS)
         dims = tl.arange(0, PAD_V)
-        slots = ((tl.program_id(1) * head_tiles + head_tile) * num_splits + runs).to(tl.int64)
+        slots = ((tile * head_tiles + head_tile) * num_splits + runs).to(tl.int64)
         there = runs < active
         peaks = tl.load(stats + slots * (2 * BLOCK_M) + row, mask=there, other=float("-inf"))
         totals = tl.load(stats + slots * (2 * BLOCK_M) + BLOCK_M + row, mask=there, other=0.0)

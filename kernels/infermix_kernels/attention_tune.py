@@ -31,6 +31,8 @@ class ModelShape:
     block_size: int
     dtype: torch.dtype
     kv_dtype: torch.dtype | None = None
+    #: Values are the first numbers of the keys (latent attention).
+    shared_values: bool = False
 
     def __str__(self) -> str:
         kv = "" if self.kv_dtype is None else f", KV {self.kv_dtype}"
@@ -121,6 +123,7 @@ def _call(shape: ModelShape, work: Work, device: str) -> Call:
         block_tables=arguments["block_tables"],
         sinks=None,
         scales=(arguments["key_scales"], arguments["value_scales"]),
+        shared=shape.shared_values,
     )
 
 
@@ -129,7 +132,10 @@ def _arguments(shape: ModelShape, work: Work, device: torch.device) -> dict[str,
     blocks = -(-context // shape.block_size) if shape.block_size else 0
     layout = (batch * blocks, shape.block_size) if blocks else (batch, context)
     keys, key_scales = _pool((*layout, shape.num_kv_heads, shape.key_dim), shape, device)
-    values, value_scales = _pool((*layout, shape.num_kv_heads, shape.value_dim), shape, device)
+    if shape.shared_values:
+        values, value_scales = keys[..., : shape.value_dim], key_scales
+    else:
+        values, value_scales = _pool((*layout, shape.num_kv_heads, shape.value_dim), shape, device)
     q = torch.randn(batch * query, shape.num_heads, shape.key_dim, device=device, dtype=shape.dtype)
     return {
         "q": q,

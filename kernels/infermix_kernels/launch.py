@@ -56,7 +56,7 @@ class ShapeClass:
     `crowded` says that without a split there would be a program for every second multiprocessor at least.
     """
 
-    kernel: Literal["split", "prefill"]
+    kernel: Literal["split", "prefill", "latent"]
     element_bytes: int
     kv_bytes: int
     key_dim: int
@@ -78,6 +78,8 @@ class ShapeClass:
 def default_launch(shape: ShapeClass) -> Launch:
     """Parameters that fit any device with 227 KB of shared memory, good on an H200."""
     widest = max(shape.key_dim, shape.value_dim)
+    if shape.kernel == "latent":
+        return _default_latent(shape)
     if shape.element_bytes == 4:
         return Launch(min(shape.rows, 32), 32, 4, 2)
     if shape.kernel == "split":
@@ -105,6 +107,15 @@ def _default_split(shape: ShapeClass, widest: int) -> Launch:
     return Launch(shape.rows, 64, 4, 4, 2) if shape.crowded else Launch(shape.rows, 128, 8, 3, 1)
 
 
+def _default_latent(shape: ShapeClass) -> Launch:
+    """Accumulators of up to 512 numbers a row: few rows a program, or twice the threads."""
+    if shape.element_bytes == 4:
+        return Launch(16, 16, 4, 2, 2)
+    if shape.rows <= 32:
+        return Launch(shape.rows, 32, 4, 2, 2)
+    return Launch(64, 32, 8, 3, 1)
+
+
 def _default_quantized(shape: ShapeClass) -> Launch:
     if shape.rows > 16:
         return Launch(shape.rows, 64, 4, 3, 2)
@@ -114,8 +125,11 @@ def _default_quantized(shape: ShapeClass) -> Launch:
 
 def fits(shape: ShapeClass, launch: Launch) -> bool:
     """Whether the tiles of a launch fit into shared memory."""
-    per_token = shape.kv_bytes * (shape.key_dim + shape.value_dim)
-    queries = launch.block_rows * shape.key_dim * shape.element_bytes
+    key_dim, both = shape.key_dim, shape.key_dim + shape.value_dim
+    if shape.kernel == "latent":  # one row in place of both, a quarter wider than its value at most
+        key_dim = both = shape.value_dim * 5 // 4
+    per_token = shape.kv_bytes * both
+    queries = launch.block_rows * key_dim * shape.element_bytes
     return launch.block_tokens * per_token * launch.num_stages + queries <= _SHARED_BYTES
 
 
@@ -126,6 +140,8 @@ def axes(shape: ShapeClass) -> dict[str, tuple[Any, ...]]:
         "num_warps": (2, 4, 8),
         "num_stages": (2, 3, 4, 5),
     }
+    if shape.kernel == "latent":
+        return {"block_rows": (16, 32, 64), **varied, "programs_per_sm": (1, 2, 4)}
     if shape.kernel == "split":
         limits = {"max_registers": (0, 128, 168, 200)} if shape.kv_bytes == 1 else {}
         return {**varied, **limits, "programs_per_sm": (1, 2, 4, 8, 16)}

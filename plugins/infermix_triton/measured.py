@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from infermix.paths import cache_dir
 from infermix.roles.attention import TuneContext
+from infermix_kernels.attention_checks import MAX_HEAD_DIM
 from infermix_kernels.attention_tune import ModelShape
 from infermix_kernels.matmul_table import LinearShape, MatmulTable
 from infermix_kernels.tune import TuneReport, TuneShapes, tune_all
@@ -44,6 +45,8 @@ def tune_attention(context: TuneContext) -> dict[str, Any]:
             value_dim=layer.value_dim,
             block_size=context.block_size,
             dtype=dtype,
+            # Rows this wide are read in one case only: keys that hold their values.
+            shared_values=max(layer.key_dim, layer.value_dim) > MAX_HEAD_DIM,
         )
         for layer in context.layers
     ]

@@ -11,7 +11,8 @@ from msgspec import Meta
 if TYPE_CHECKING:
     from infermix.roles.facts import MachineFacts, ModelFacts
 
-_MAX_HEAD_DIM = 256
+#: As in `infermix_kernels.attention_checks`, which is not imported here.
+_MAX_HEAD_DIM, _MAX_LATENT, _MAX_REST = 256, 512, 128
 _HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 _MIN_CAPABILITY = 80
 _FP8_CAPABILITY = 89
@@ -68,12 +69,13 @@ def _attention_needs(options: AttentionOptions, model: ModelFacts, machine: Mach
 
 
 def _attention_provides(options: AttentionOptions, model: ModelFacts, machine: MachineFacts) -> Features:
-    """Any head dimension up to 256, of keys and of values, also of the compressed rows of MLA."""
+    """Any head dimension up to 256, of keys and of values, and the compressed rows of MLA up to 512 + 128."""
     layers = [layer for layer in model.layers if layer.kind == "attention"]
     too_wide = {layer.key_dim for layer in layers if max(layer.key_dim, layer.value_dim) > _MAX_HEAD_DIM}
-    rows = {layer.latent_dim + layer.rope_dim for layer in layers}
-    dims = {*_HEAD_DIMS, *(layer.key_dim for layer in layers), *(dim for dim in rows if dim <= _MAX_HEAD_DIM)}
-    dims -= too_wide
+    dims = {*_HEAD_DIMS, *(layer.key_dim for layer in layers)} - too_wide
+    latent = [layer for layer in layers if layer.latent_dim]
+    if all(layer.latent_dim <= _MAX_LATENT and layer.rope_dim <= _MAX_REST for layer in latent):
+        dims |= {layer.latent_dim + layer.rope_dim for layer in latent}
     features = {"attn:sliding_window", "attn:softcap", "attn:sinks", *(f"head_dim:{dim}" for dim in dims)}
     if all(layer.window is None for layer in layers):
         features.add("attn:tree_mask")

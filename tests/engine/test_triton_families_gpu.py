@@ -154,6 +154,21 @@ def test_the_same_tokens(
     assert excused <= 0.01 * sum(map(len, seen.values()))
 
 
+def test_compressed_rows_of_latent_attention(build_engine: Build, models: Any, expected: Any) -> None:
+    """Absorbed: rows are keys and values at once."""
+    model, directory = models("deepseek_v3")
+    engine = build_engine(
+        {"attention": "triton", "kv": ("latent", {"block_size": 16})},
+        model=directory,
+        device="cuda",
+        max_num_seqs=6,
+        kv_memory_bytes=1 << 26,
+    )
+    wrong, excused = unexcused(model, tokens_of(engine), expected("deepseek_v3"))
+    assert not wrong
+    assert excused <= 1
+
+
 def test_compiled_layers_beside_triton_attention(
     build_engine: Build, catalogue: Catalogue, models: Any, expected: Any
 ) -> None:

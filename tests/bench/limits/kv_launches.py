@@ -1,11 +1,13 @@
-"""The best launch parameters of decode attention over quantized KV, for each block size, from a few candidates.
+"""The best launch parameters of decode attention over each KV layout and block size, from a few candidates.
 
-    PYTHONPATH=kernels python tests/bench/limits/kv_launches.py --json kv_launches.json [--kv int8 fp8]
-        [--blocks 16 64 128] [--batch 64] [--context 8192] [--workers 12]
+    PYTHONPATH=kernels python tests/bench/limits/kv_launches.py --json kv_launches.json
+        [--kv int8 fp8 int4 int2 latent16 latent128] [--blocks 16 64 128] [--batch 64] [--context 8192]
+        [--workers 12]
 
 Needs torch and triton alone. Kernels are compiled by several processes first, because that takes longer than to
-measure them; then each candidate is checked against fp32 and timed in a CUDA graph, the same numbers in bf16 before
-them. The last lines say, for each block size, the fastest launch with its bytes per second and its ratio to bf16.
+measure them; then each candidate is checked against fp32 and timed in a CUDA graph. The last lines say, for each kind
+and block size, the fastest launch with its bytes per second, and its speed over bf16 keys and values of the Llama
+shape (of latent rows too, which are another model's).
 """
 
 from __future__ import annotations
@@ -23,15 +25,14 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-import kernel_attention
+import kv_works
 from infermix_kernels.attention import Workspace
 from infermix_kernels.launch import Launch
 from kernel_timing import DEVICE, GPU, graph_seconds
 
-DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 #: Query rows, tokens, warps, stages, programs a multiprocessor, registers of a thread (0: as the compiler likes).
 #: `None` is what the kernel takes on its own.
-CANDIDATES: tuple[tuple[int, ...] | None, ...] = (
+EIGHT_BITS: tuple[tuple[int, ...] | None, ...] = (
     None,
     (16, 64, 2, 3, 4, 0),
     (16, 64, 2, 4, 4, 200),
@@ -47,6 +48,42 @@ CANDIDATES: tuple[tuple[int, ...] | None, ...] = (
     (16, 32, 2, 4, 8, 0),
     (16, 32, 2, 5, 16, 128),
 )
+FEW_BITS: tuple[tuple[int, ...] | None, ...] = (
+    None,
+    (16, 32, 2, 3, 4, 0),
+    (16, 32, 2, 4, 8, 0),
+    (16, 32, 2, 4, 16, 128),
+    (16, 32, 1, 3, 8, 0),
+    (16, 32, 1, 3, 16, 168),
+    (16, 32, 4, 3, 8, 0),
+    (16, 32, 4, 4, 8, 128),
+    (16, 16, 1, 4, 16, 0),
+    (16, 64, 4, 3, 4, 0),
+)
+FEW_HEADS: tuple[tuple[int, ...] | None, ...] = (
+    None,
+    (16, 32, 4, 3, 2, 0),
+    (16, 32, 8, 3, 2, 0),
+    (16, 64, 4, 2, 2, 0),
+    (16, 64, 8, 2, 2, 0),
+    (16, 16, 4, 4, 2, 0),
+    (16, 16, 4, 3, 4, 0),
+)
+MANY_HEADS: tuple[tuple[int, ...] | None, ...] = (
+    None,
+    (64, 32, 8, 2, 1, 0),
+    (64, 64, 8, 2, 1, 0),
+    (64, 16, 8, 4, 1, 0),
+    (32, 32, 4, 2, 1, 0),
+    (32, 32, 8, 2, 2, 0),
+    (16, 32, 4, 2, 2, 0),
+)
+CANDIDATES = {
+    "int8": EIGHT_BITS, "fp8": EIGHT_BITS, "int4": FEW_BITS, "int2": FEW_BITS, "latent16": FEW_HEADS,
+    "latent128": MANY_HEADS,
+}  # fmt: skip
+#: Blocks are whole groups.
+LEAST_BLOCK = {"int4": 32, "int2": 32}
 
 
 @dataclass(frozen=True)
@@ -58,9 +95,8 @@ class Piece:
     batch: int
     context: int
 
-    def make(self) -> kernel_attention.Paged:
-        torch.manual_seed(0)
-        return kernel_attention.make(self.batch, 1, self.context, self.block, DTYPES.get(self.kv))
+    def make(self) -> Any:
+        return kv_works.make(self.kv, self.batch, self.context, self.block)
 
 
 def build(job: tuple[Piece, tuple[int, ...] | None]) -> None:
@@ -79,7 +115,7 @@ def _launch(wanted: tuple[Any, ...] | None) -> Launch | None:
 def rows_of(piece: Piece, plain: float) -> Iterator[dict[str, Any]]:
     """A row for each candidate; `plain` seconds of the same work in bf16."""
     work, workspace = piece.make(), Workspace.allocate(DEVICE)
-    for wanted in CANDIDATES:
+    for wanted in CANDIDATES[piece.kv]:
         row: dict[str, Any] = {"kv": piece.kv, "block": piece.block, "launch": wanted}
         call = partial(work.ours, workspace, launch=_launch(wanted))
         try:
@@ -100,7 +136,7 @@ def plain_seconds(batch: int, context: int, block: int) -> float:
 
 
 def shown(row: dict[str, Any]) -> str:
-    name = f"{row['kv']:<5} block {row['block']:<4} {row['launch'] or 'default'!s:<26}"
+    name = f"{row['kv']:<9} block {row['block']:<4} {row['launch'] or 'default'!s:<26}"
     if "failure" in row:
         return f"{name} FAILED {row['failure']}"
     return f"{name} {row['us']:8.1f} us {row['gb_per_s']:7.0f} GB/s {row['times_bf16']:6.3f} x bf16"
@@ -109,7 +145,7 @@ def shown(row: dict[str, Any]) -> str:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="file for the rows")
-    parser.add_argument("--kv", nargs="+", choices=DTYPES, default=["int8"])
+    parser.add_argument("--kv", nargs="+", choices=CANDIDATES, default=["int8"])
     parser.add_argument("--blocks", nargs="+", type=int, default=[16, 64, 128])
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--context", type=int, default=8192)
@@ -119,9 +155,14 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     given = arguments()
-    pieces = [Piece(kv, block, given.batch, given.context) for block in given.blocks for kv in given.kv]
+    pieces = [
+        Piece(kv, block, given.batch, given.context)
+        for block in given.blocks
+        for kv in given.kv
+        if block >= LEAST_BLOCK.get(kv, 0)
+    ]
     if GPU and given.workers:
-        jobs = [(piece, wanted) for piece in pieces for wanted in CANDIDATES]
+        jobs = [(piece, wanted) for piece in pieces for wanted in CANDIDATES[piece.kv]]
         with multiprocessing.get_context("spawn").Pool(given.workers) as pool:
             pool.map(build, jobs, chunksize=1)
     rows: list[dict[str, Any]] = []

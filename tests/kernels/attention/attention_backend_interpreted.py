@@ -113,7 +113,7 @@ def test_the_debug_switch_reaches_the_tables(tmp_path: Path) -> None:
 @pytest.mark.parametrize("lens", [((1, 3, 40, 2), (20, 3, 60, 2)), ((1, 1, 2), (7, 30, 2))], ids=["long", "short"])
 def test_a_captured_mixed_step(tmp_path: Path, lens: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
     """Lengths that only the device knows: the kernel for long queries, and the one that splits contexts."""
-    case = conformance._draw(LAYER, *lens, torch.Generator().manual_seed(2), "cpu", torch.float32)
+    case = conformance.draw_case(LAYER, *lens, torch.Generator().manual_seed(2), "cpu", torch.float32)
     conformance._check_mixed(_backend(tmp_path), case, BLOCK)
 
 

@@ -21,7 +21,7 @@ TOLERANCE = {torch.float32: 5e-6, torch.float16: 7e-4, torch.bfloat16: 6e-3}
 
 @dataclass(frozen=True)
 class Case:
-    """`block_size` 0 is a dense view; `kv` names the dtype of quantized pools."""
+    """`block_size` 0 is a dense view; `kv` names the dtype of quantized pools; `shared`: values are part of keys."""
 
     name: str
     query_lens: tuple[int, ...]
@@ -36,6 +36,7 @@ class Case:
     rules: dict[str, Any] = field(default_factory=dict)
     sinks: bool = False
     tree: bool = False
+    shared: bool = False
     launch: tuple[int, ...] | None = None
 
     def __str__(self) -> str:
@@ -50,6 +51,9 @@ def build(case: Case, seed: int = 0, device: str = "cpu") -> dict[str, Any]:
     tables, shape, used = _layout(case, generator)
     keys, key_scales = _pool((*shape, kv_heads, case.dims[0]), used, case, generator)
     values, value_scales = _pool((*shape, kv_heads, case.dims[1]), used, case, generator)
+    keys = keys.to(device)
+    if case.shared:
+        values = keys[..., : case.dims[1]]
     starts = torch.tensor((0, *case.query_lens)).cumsum(0).to(torch.int32)
     arguments = {
         "q": q,

@@ -36,13 +36,20 @@ CASES = [
     Case("verification window over several row tiles", (9, 12), (50, 12), rules={"window": 7}, launch=SPLIT),
     Case("tree", (6, 3), (41, 3), tree=True, launch=SPLIT),
     Case("tree of 64 over several row tiles", (64,), (80,), tree=True, launch=(64, 32, 4, 2, 2)),
+    Case("latent", (1, 1), (50, 7), heads=(4, 1), dims=(48, 32), shared=True, launch=SPLIT),
+    Case("latent, padded widths, fp16", (3, 1), (40, 0), heads=(5, 1), dims=(52, 40), shared=True, dtype=FP16,
+         launch=WIDE),
+    Case("latent prefill, window", (20, 2), (25, 30), heads=(2, 1), dims=(48, 32), block_size=24, shared=True,
+         rules={"window": 9, "softcap": 2.0}, sinks=True, launch=PREFILL),
+    Case("latent tree, dense", (6, 3), (41, 3), heads=(2, 1), dims=(48, 32), block_size=0, shared=True, tree=True,
+         launch=SPLIT),
     Case("prefill", (33, 5, 20), (33, 5, 20), heads=(8, 1), launch=PREFILL),
     Case("prefill chunks after context", (33, 1, 17), (70, 40, 17), launch=PREFILL),
     Case("prefill padded", (40, 2), (40, 0), dims=(80, 48), heads=(6, 2), launch=PREFILL),
     Case("prefill dense window", (33, 7), (50, 30), block_size=0, rules={"window": 9}, launch=PREFILL),
     Case("prefill softcap and sinks", (40,), (45,), rules={"softcap": 3.0}, sinks=True, dtype=FP16, launch=PREFILL),
     Case("prefill int8 straddling", (40,), (45,), kv=INT8, block_size=24, launch=PREFILL),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -29,6 +29,8 @@ _NAMES = {
     torch.float8_e4m3fn: "fp8e4nv",
 }
 RULES: dict[str, Any] = {"window": 1024, "softcap": 30.0, "sinks": True}
+#: DeepSeek-V3's layers over compressed rows.
+LATENT: dict[str, Any] = {"heads": (128, 1), "dims": (576, 512), "block_size": 64, "shared": True}
 _LAUNCH_KEYS = ("num_warps", "num_stages", "maxnreg")
 
 
@@ -106,7 +108,7 @@ def _prepared(
     launch: Launch | None = None,
     **rules: Any,
 ) -> Prepared:
-    """The launch of `lens` = (sequences, query length, context) for 32 heads over 8 KV heads, on an H200."""
+    """The launch of `lens` = (sequences, query length, context), by default for 32 heads over 8 KV heads."""
     batch, query, context = lens
 
     def tensor(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
@@ -114,18 +116,23 @@ def _prepared(
 
     width = -(-context // block_size) if block_size else 0
     shape = (batch * width + 1, block_size) if block_size else (batch, context)
+    heads, kv_heads = rules.pop("heads", (32, 8))
+    keys = tensor(*shape, kv_heads, dims[0], of=kv or dtype)
+    shared = rules.pop("shared", False)
+    values = keys[..., : dims[1]] if shared else tensor(*shape, kv_heads, dims[1], of=kv or dtype)
     scales = tensor(shape[0], 8, shape[1], of=torch.float32) if kv else None
     tree, sinks = rules.pop("tree", False), rules.pop("sinks", False)
     call = Call(
-        tensor(batch * query, 32, dims[0]),
-        tensor(*shape, 8, dims[0], of=kv or dtype),
-        tensor(*shape, 8, dims[1], of=kv or dtype),
-        tensor(batch * query, 32, dims[1]),
+        tensor(batch * query, heads, dims[0]),
+        keys,
+        values,
+        tensor(batch * query, heads, dims[1]),
         tensor(batch + 1, of=torch.int32),
         tensor(batch, of=torch.int32),
         tensor(batch, width, of=torch.int32) if block_size else None,
-        tensor(32) if sinks else None,
+        tensor(heads) if sinks else None,
         (scales, scales),
+        shared,
     )
     mask = tensor(batch * query, of=torch.int64) if tree else None
     wanted = Rules(dims[0] ** -0.5, rules.get("window"), rules.get("softcap"), mask)
@@ -144,6 +151,8 @@ CONFIGURATIONS: list[tuple[str, int, dict[str, Any]]] = [
     ("prefill", 256, {"lens": (4, 4096, 4096)}),
     ("prefill, blocks of 64", 256, {"lens": (4, 4096, 4096), "block_size": 64}),
     ("prefill int8", 0, {"lens": (4, 4096, 4096), "kv": torch.int8}),
+    ("latent decode, 128 heads", 0, {"lens": (64, 1, 8192), **LATENT}),
+    ("latent decode, 16 heads", 0, {"lens": (64, 1, 8192), **LATENT, "heads": (16, 1)}),
     ("decode fp32", 0, {"lens": (4, 1, 4096), "dims": (64, 64), "dtype": torch.float32}),
 ]
 

@@ -85,8 +85,16 @@ def _special() -> list[Case]:
         Case("decode, other tiles", **DECODE, **common, launch=(16, 32, 4, 4, 8)),
         Case("decode int8, other tiles", **DECODE, **common, kv=INT8, launch=(16, 64, 2, 3, 8)),
         Case("prefill, other tiles", **PREFILL, **common, launch=(64, 64, 4, 3, 1)),
+        *(
+            Case(f"{kind} latent {heads} heads {dtype}", **lens, heads=(heads, 1), dims=(576, 512), dtype=dtype,
+                 block_size=block, shared=True)
+            for heads, dtype, block in ((128, BF16, 64), (16, BF16, 16), (16, FP16, 24), (20, FP32, 0))
+            for kind, lens in (("decode", DECODE), ("prefill", PREFILL), ("verify", VERIFY))
+        ),
+        Case("latent 448 + 64", **DECODE, heads=(40, 1), dims=(512, 448), dtype=BF16, shared=True, sinks=True),
+        Case("latent tree", (16, 7), (900, 7), heads=(16, 1), dims=(576, 512), dtype=BF16, shared=True, tree=True),
         Case("many sequences", (1, 2, 3) * 50, tuple(range(3, 153)), **common),
-    ]
+    ]  # fmt: skip
 
 
 def _ready(arguments: dict[str, Any], case: Case) -> dict[str, Any]:
