@@ -28,6 +28,7 @@ VERBS = {
     "kv": "bytes of the KV cache in every layout, and how many sequences fit",
     "train-heads": "train draft heads of a decoder on a model's own output",
     "doctor": "what this machine has and which parts can run on it",
+    "env": "make, list or remove environments of parts that need one of their own",
     "new-plugin": "write a working plugin package",
 }
 BAD_INPUT = 2

@@ -16,6 +16,7 @@ from typing import Any
 import pluggy
 
 from infermix import hookspecs
+from infermix.environments import find_python
 from infermix.errors import UserError, nearest
 from infermix.roles.component import Choice, Component, Provenance, Registered, Role
 
@@ -133,6 +134,9 @@ def _collect(
 
 
 def _unavailable(component: Component) -> str | None:
+    environment = component.environment
+    if environment is not None and find_python(environment) is None:
+        return f"needs the environment {environment.name!r}: {environment.command}"
     missing = [name for name in component.requires if importlib.util.find_spec(name) is None]
     if not missing:
         return None

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 if TYPE_CHECKING:
+    from infermix.roles.environment import Environment
     from infermix.roles.facts import MachineFacts, ModelFacts
     from infermix.roles.training import Trainer
 
@@ -63,6 +64,7 @@ class Component:
     of the difference over that of the numbers, for normally distributed ones; `None` where the layout does not bound
     it. `trainer` trains what the component loads (`infermix train-heads`). `hosts` are the roles that an engine takes
     from `parts:`, and `Role.TRANSFORM` when it applies `transforms:`.
+    `environment` is one beside ours that the component needs; it is unavailable until a user has made it.
     """
 
     name: str
@@ -72,7 +74,7 @@ class Component:
     options: type[Options] = Options
     requires: tuple[str, ...] = ()
     extra: str | None = None
-    environment: str | None = None
+    environment: Environment | None = None
     needs: FeatureRule = no_features
     provides: FeatureRule = no_features
     adapters: Callable[[Any, ModelFacts, MachineFacts], Mapping[str, str]] = lambda o, m, h: {}
