@@ -24,6 +24,7 @@ from infermix.protocol import (
     Evaluate,
     Failed,
     MeasureCeilings,
+    Prepare,
     Profile,
     Progress,
     Reply,
@@ -89,12 +90,15 @@ class Child:
         try:
             return self._dispatch(command)
         except (Exception, SystemExit) as error:  # a cell may raise anything: it is that cell's result
-            state, reason = classify(error, loading=isinstance(command, Setup))
+            state, reason = classify(error, loading=isinstance(command, Setup | Prepare))
             return Failed(state=state, reason=reason, traceback=traceback.format_exc())
 
     def _dispatch(self, command: Command) -> Reply:
         if isinstance(command, MeasureCeilings):
             return measure_machine(command.device, self._channel.progress)
+        if isinstance(command, Prepare):
+            session = CellSession(_bare_setup(command), self._channel.progress)
+            return session.prepare()
         if isinstance(command, Setup):
             self._session = CellSession(command, self._channel.progress)
             return self._session.setup()
@@ -104,6 +108,10 @@ class Child:
             return Done()
         assert self._session is not None, "no setup was asked for"
         return _continue(self._session, command)
+
+
+def _bare_setup(command: Prepare) -> Setup:
+    return Setup(cell=command.cell, repeats=0, extra_plugins=command.extra_plugins)
 
 
 def _continue(session: CellSession, command: RunRepeat | Profile | Evaluate) -> Reply:

@@ -41,6 +41,13 @@ class Evaluate(msgspec.Struct, tag="quality", frozen=True, kw_only=True):
     """Run the quality evaluators."""
 
 
+class Prepare(msgspec.Struct, tag="prepare", frozen=True, kw_only=True):
+    """Do what the cell's parts need done once, before any cell is timed, and keep it in the cache."""
+
+    cell: Cell
+    extra_plugins: tuple[str, ...] = ()
+
+
 class MeasureCeilings(msgspec.Struct, tag="ceilings", frozen=True, kw_only=True):
     """Measure copy bandwidth and matmul rate of `device`; needs no `Setup`."""
 
@@ -51,7 +58,7 @@ class Close(msgspec.Struct, tag="close", frozen=True, kw_only=True):
     """Release the engine and exit."""
 
 
-Command = Setup | RunRepeat | Profile | Evaluate | MeasureCeilings | Close
+Command = Setup | RunRepeat | Profile | Evaluate | Prepare | MeasureCeilings | Close
 
 
 class Progress(msgspec.Struct, tag="progress", frozen=True, kw_only=True):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from infermix.cell.answers import Answers
 from infermix.cell.assemble import assemble, planned_record
 from infermix.compose import CellPlan, compose
 from infermix.cost.machine import machine_facts, store_ceilings
@@ -19,7 +20,7 @@ from infermix.interleave import paired_record, run_alone, run_in_turns
 from infermix.isolate import Child
 from infermix.plugins import load_catalogue
 from infermix.progress import Silent, Start, SweepProgress
-from infermix.protocol import CeilingsDone, MeasureCeilings, Progress
+from infermix.protocol import CeilingsDone, Done, MeasureCeilings, Prepare, Progress
 from infermix.record.environment import capture_environment
 from infermix.record.record import Record, Summary
 from infermix.record.store import read_record, write_record
@@ -32,6 +33,8 @@ from infermix.spec.naming import select_cells
 from infermix.supervise import Supervised
 
 _CEILINGS_LIMIT_S = 180.0
+#: A job before a cell may quantize a large model on a slow machine.
+_JOB_LIMIT_S = 4 * 3600.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +96,9 @@ def with_environment(plan: CellPlan) -> CellPlan:
     environment = plan.engine.component.environment
     if environment is None:
         return plan
-    reason = f"engine {plan.engine.component.name!r} needs the environment {environment!r}, which is not built here"
+    reason = (
+        f"engine {plan.engine.component.name!r} needs the environment {environment.name!r}, which is not built here"
+    )
     return replace(plan, runs=False, reasons=(*plan.reasons, reason))
 
 
@@ -138,9 +143,28 @@ class Sweep:
     def _run_all(self, plans: Sequence[CellPlan]) -> None:
         for plan in sorted(plans, key=lambda plan: (not plan.cell.baseline, plan.cell.index)):
             self._progress.cell(plan.cell.name)
-            record = self._run_one(plan)
+            failed = self._prepare(plan)
+            record = self._run_one(plan) if failed is None else self._without_job(plan, failed)
             self._keep(record)
             self._progress.done(record)
+
+    def _prepare(self, plan: CellPlan) -> CellFailure | None:
+        """Do the jobs of parts that work in an environment of their own; why that failed, or `None`."""
+        if all(choice.component.environment is None for choice in plan.parts.values()):
+            return None
+        limits = plan.cell.experiment.limits
+        try:
+            with Child(time_limit_s=_JOB_LIMIT_S, num_threads=limits.num_threads) as child:
+                command = Prepare(cell=plan.cell, extra_plugins=self._options.extra_plugins)
+                for note in child.ask(command, Done, self._show).notes:
+                    self._progress.note(note)
+                child.close()
+        except CellFailure as failure:
+            return failure
+        return None
+
+    def _without_job(self, plan: CellPlan, failure: CellFailure) -> Record:
+        return assemble(plan, Answers(failure=failure), None, self._environment(plan))
 
     def _run_one(self, plan: CellPlan) -> Record:
         baseline = self._baseline_of(plan)

@@ -53,9 +53,21 @@ class CellSession:
             (self._plan,) = compose([self._cell], self._catalogue)
         self._refuse_what_does_not_run()
         self._meter = MemoryMeter(self._plan.device)
-        self._limits: dict[str, int] = {}
+        self._limits = {"max_model_len": self._plan.max_model_len, "max_num_seqs": self._plan.max_num_seqs}
         self._engine: Engine | None = None
         self._workload: Workload | None = None
+
+    def prepare(self) -> Done:
+        """The job of a quantizer that works in an environment of its own; what it makes is kept in the cache."""
+        choice = self._plan.parts.get(Role.QUANTIZER)
+        if choice is None or choice.component.environment is None:
+            return Done()
+        from infermix.engine.isolated import prepare
+
+        quantizer = choice.component.build(choice.options, None)
+        made = prepare(quantizer, choice.options, self._engine_context(self._plan))
+        kept = "found in the cache" if made.facts["from_cache"] else f"made in {made.facts['quantize_s']:.0f} s"
+        return Done(notes=[f"quantized checkpoint {made.facts['checkpoint']}: {kept}"])
 
     def setup(self) -> SetupDone:
         """Tokenizer, workload, engine, warm-up. Measured repeats may follow."""
@@ -179,11 +191,15 @@ class CellSession:
         }
 
     def _build_engine(self, plan: CellPlan) -> Engine:
+        engine: Engine = plan.engine.component.build(plan.engine.options, self._engine_context(plan))
+        return engine
+
+    def _engine_context(self, plan: CellPlan) -> EngineContext:
         limits = self._cell.experiment.limits
         fraction = {} if limits.kv_memory_fraction is None else {"kv_memory_fraction": limits.kv_memory_fraction}
         assert plan.source is not None
         assert plan.facts is not None
-        context = EngineContext(
+        return EngineContext(
             source=plan.source,
             facts=plan.facts,
             machine=plan.machine,
@@ -201,8 +217,6 @@ class CellSession:
             find=self._catalogue.find,
             **fraction,
         )
-        engine: Engine = plan.engine.component.build(plan.engine.options, context)
-        return engine
 
     def _warm_up(self) -> list[float]:
         """Output tokens/s of unmeasured repeats, until steady or `max_warmup`."""

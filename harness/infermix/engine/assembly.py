@@ -15,6 +15,7 @@ import torch
 from infermix.engine.adapters.mla import LatentAttention
 from infermix.engine.capture import capture, why_not_captured
 from infermix.engine.components import NativeOptions
+from infermix.engine.isolated import Prepared, prepare
 from infermix.engine.joints import make_joint, stays_latent
 from infermix.engine.lanes import Lanes
 from infermix.engine.loader import LoadedModel, load_model, load_tokenizer
@@ -37,6 +38,7 @@ from infermix.roles.decoder import DecoderContext, DecoderOptions
 from infermix.roles.engine import EngineContext, EngineReport
 from infermix.roles.kv_space import KVBudget, KVShape
 from infermix.roles.transform import TransformContext
+from infermix.toolkit.isolated import IsolatedQuantizer
 from infermix.toolkit.routing import make_router
 from infermix.toolkit.sampling import TokenSampler, TorchSelector
 
@@ -59,6 +61,7 @@ class Assembly:
         self.max_num_seqs = options.max_num_seqs or context.max_num_seqs
         self.transforms = Transforms(context.transforms, self._transform_context())
         self.reference: Reference | None = None
+        self.prepared: Prepared | None = None
         #: Of every replica's KV, sized before the first one has taken its memory.
         self.shape: KVShape | None = None
 
@@ -297,22 +300,28 @@ def _collect_reference(build: Assembly, model: torch.nn.Module, layout: KVLayout
 def _load(build: Assembly) -> tuple[LoadedModel, Any]:
     context = build.context
     quantizer = build.part(Role.QUANTIZER)
+    if isinstance(quantizer, IsolatedQuantizer):
+        build.prepared = prepare(quantizer, context.parts[Role.QUANTIZER].options, context)
+    prepared = build.prepared
     loaded = load_model(
-        context.source,
+        prepared.source if prepared else context.source,
         context.facts,
         dtype=context.dtype,
         device=str(build.device),
         load_arguments=quantizer.load_arguments(),
         seed=context.seed,
         progress=context.progress,
-        packed=getattr(quantizer, "reads_packed", False),
+        packed=getattr(prepared.reader if prepared else quantizer, "reads_packed", False),
     )
     return loaded, load_tokenizer(context.source)
 
 
 def _quantize(build: Assembly, loaded: LoadedModel, tokenizer: Any) -> None:
     quantizer, options = build.part(Role.QUANTIZER), build.context.parts[Role.QUANTIZER].options
-    report = quantize(loaded, quantizer, options, build.context, tokenizer, tune=build.tunes)
+    if build.prepared is not None:
+        report = build.prepared.read(loaded, build.context, tune=build.tunes)
+    else:
+        report = quantize(loaded, quantizer, options, build.context, tokenizer, tune=build.tunes)
     build.executed(
         Role.QUANTIZER,
         quantizer,

@@ -52,6 +52,8 @@ def machine_for(component: Component, options: Any) -> MachineFacts:
 
 def not_here(component: Component, options: Any, machine: MachineFacts, dtype: str | None = None) -> str | None:
     """Why this machine cannot run the component (in `dtype`, where one is given), or `None`."""
+    if component.environment is not None:
+        return f"{component.name} works on files in an environment of its own"
     needs = component.needs(options, example_model(), machine)
     unmet = [
         need

@@ -1,0 +1,53 @@
+"""Options that quantizers in an environment of their own share. No torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from msgspec import Meta
+
+from infermix.roles.component import Features
+from infermix.toolkit.calibration import CalibratedOptions
+
+if TYPE_CHECKING:
+    from infermix.roles.facts import ModelFacts
+
+GroupSize = Annotated[
+    int,
+    Meta(ge=0, description="weights of a row that share a scale; 0: the whole row", extra={"unit": "weights"}),
+]
+Symmetric = Annotated[bool, Meta(description="zero point in the middle of the range; false fits it to the weights")]
+ActOrder = Annotated[
+    bool,
+    Meta(description="round columns of large activations first; groups follow that order unless they are static"),
+]
+Damping = Annotated[
+    float, Meta(gt=0, lt=1, description="added to the diagonal of the Hessian, as a share of its mean")
+]
+
+
+class GroupedOptions(CalibratedOptions, frozen=True, kw_only=True):
+    """Integers with a scale and a zero point per group."""
+
+    bits: Annotated[Literal[2, 3, 4, 8], Meta(description="bits of a stored weight", extra={"unit": "bits"})] = 4
+    group_size: GroupSize = 64
+    symmetric: Symmetric = True
+
+
+def stored_bits(options: GroupedOptions) -> float:
+    """Bits per weight with 16-bit scales and, where they are fitted, zero points as wide as a weight."""
+    zero = 0 if options.symmetric else 8
+    return options.bits + ((16 + zero) / options.group_size if options.group_size else 0)
+
+
+def described(options: GroupedOptions) -> str:
+    """Such as `w4 group 64 symmetric`."""
+    size = f"group {options.group_size}" if options.group_size else "per channel"
+    return f"w{options.bits} {size} {'symmetric' if options.symmetric else 'asymmetric'}"
+
+
+def needs_model(library: str, model_types: frozenset[str], model: ModelFacts) -> Features:
+    """Refuses random weights, which have no files, and families that the library does not know."""
+    files = {"weights:files"} if model.dummy_weights else set()
+    known = set() if model.model_type in model_types else {f"model:{library}"}
+    return frozenset(files | known)
