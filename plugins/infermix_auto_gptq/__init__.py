@@ -1,0 +1,1 @@
+"""GPTQ by the library auto-gptq, in an environment of its own."""
