@@ -47,7 +47,7 @@ def _state_needs(options: StateOptions, model: ModelFacts, machine: MachineFacts
 
 
 def _state_provides(options: StateOptions, model: ModelFacts, machine: MachineFacts) -> Features:
-    features = {"view:paged", "kv:paged", "kv:state", "kv:preallocated", "graph:no"}
+    features = {"view:paged", "kv:paged", "kv:state", "kv:fork", "kv:swap", "kv:preallocated", "graph:no"}
     return frozenset(features | ({"kv:truncate"} if options.snapshots else set()))
 
 

@@ -6,7 +6,7 @@ import torch
 from infermix.errors import OutOfMemory
 from infermix.roles.facts import StateTensor
 from infermix.roles.kv_space import KVShape
-from infermix.toolkit.pool_store import PagedStore
+from infermix.toolkit.pool_store import BlockStore, PagedStore
 from torch import Tensor
 
 
@@ -19,6 +19,13 @@ class StateStore(PagedStore):
             state.layer: {each.name: self._slots_of(each, device, dtype) for each in state.tensors}
             for state in shape.states
         }
+        per_seq = shape.state_slots_per_seq
+        self._rows = BlockStore(
+            {
+                layer: tuple(pool.unflatten(0, (-1, per_seq)) for pool in kept.values())
+                for layer, kept in self.states.items()
+            }
+        )
 
     def _slots_of(self, tensor: StateTensor, device: torch.device | str, dtype: torch.dtype) -> Tensor:
         own = getattr(torch, tensor.dtype) if tensor.dtype else dtype
@@ -28,6 +35,16 @@ class StateStore(PagedStore):
         except (torch.OutOfMemoryError, RuntimeError) as error:
             raise OutOfMemory(f"no memory for {self.shape.bytes} bytes of KV on {device}: {error}") from error
 
+    def copy(self, pairs: list[tuple[int, int]]) -> None:
+        first = self.shape.num_blocks + 1
+        super().copy([pair for pair in pairs if pair[0] < first])
+        self._rows.copy([(source - first, target - first) for source, target in pairs if source >= first])
+
+    def block_tensors(self, table: int = 0) -> list[Tensor]:
+        """Table 0: blocks of the attention layers; table 1: rows of states, one for each sequence."""
+        if table == 0:
+            return super().block_tensors(table)
+        return [part for parts in self._rows.parts.values() for part in parts]
+
     def allocated_bytes(self) -> int:
-        pools = [pool for kept in self.states.values() for pool in kept.values()]
-        return super().allocated_bytes() + sum(pool.numel() * pool.element_size() for pool in pools)
+        return super().allocated_bytes() + self._rows.allocated_bytes()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,78 @@ def test_preemption_does_not_change_the_tokens(build_engine: Build, checkpoint: 
     )  # fmt: skip
     assert generated(engine) == expected(checkpoint(family))
     assert engine.report().counters["preemptions"] > 0
+
+
+@pytest.mark.parametrize(
+    ("family", "kv"), [("mamba", STATE), ("jamba", STATE), ("jamba", ("state", {"block_size": 4, "snapshots": 2}))],
+    ids=str,
+)  # fmt: skip
+def test_states_swap_to_the_host_and_back(build_engine: Build, checkpoint: Any, family: str, kv: Any) -> None:
+    """Little memory for blocks preempts; a model without attention is preempted by hand."""
+    scheduler = ("continuous", {"preemption": "swap"})
+    full = build_engine({"kv": kv}, model=checkpoint(family), max_model_len=20).report()
+    memory = {"kv_swap_bytes": 10_000_000}
+    if family == "jamba":
+        per_token = int(full.kv_bytes_per_token)
+        states = full.kv_bytes - per_token * 4 * (5 * 8 + 1)
+        memory["kv_memory_bytes"] = 7 * 4 * per_token + states * 5 // 9
+    engine = build_engine(
+        {"kv": kv, "scheduler": scheduler}, model=checkpoint(family), max_model_len=20, max_num_seqs=4, **memory
+    )
+    if family == "jamba":
+        assert generated(engine) == expected(checkpoint(family))
+        counters = engine.report().counters
+        assert counters["swaps_out"] == counters["swaps_in"] == counters["preemptions"] > 0
+        return
+    tokens = swapped_by_hand(engine)
+    assert tokens == expected(checkpoint(family))
+    assert engine.report().counters["swap_out_bytes"] == 4 * full.kv_bytes / 9
+
+
+def swapped_by_hand(engine: Any) -> dict[str, list[int]]:
+    """After three steps every sequence leaves, is written over, and comes back."""
+    tokens: dict[str, list[int]] = {request.request_id: [] for request in requests()}
+    for request in requests():
+        engine.submit(request)
+    step = 0
+    while engine.has_work:
+        step += 1
+        if step == 4:
+            running = list(engine._live.values())
+            for sequence in running:
+                engine._swapper.execute([engine._space.swap_out(sequence.seq_id, sequence.num_computed)])
+            for tensor in engine._store.block_tensors(1):
+                tensor.fill_(float("nan"))
+            for sequence in reversed(running):
+                engine._swapper.execute([engine._space.swap_in(sequence.seq_id, sequence.num_computed)])
+        for event in engine.step():
+            tokens[event.request_id] += event.token_ids
+    return tokens
+
+
+@pytest.mark.parametrize(("family", "snapshots"), [("mamba", 0), ("jamba", 0), ("jamba", 2)])
+def test_a_fork_begins_with_its_parents_state(
+    build_engine: Build, checkpoint: Any, family: str, snapshots: int
+) -> None:
+    """In the midst of its tokens, and with snapshots behind the prompt but for its last token."""
+    kv = ("state", {"block_size": 4, "snapshots": snapshots})
+    engine, parent = build_engine({"kv": kv}, model=checkpoint(family), max_model_len=32), requests()[1]
+    engine.submit(parent)
+    tokens: dict[str, list[int]] = {"1": [], "late": [], "early": []}
+    while len(tokens["1"]) < 3:
+        for event in engine.step():
+            tokens[event.request_id] += event.token_ids
+        if len(tokens["1"]) == 1:
+            engine.fork("1", dataclasses.replace(parent, request_id="early"))
+    begun = tuple(tokens["1"])
+    sampling = SamplingParams(max_new_tokens=NEW - 3, ignore_eos=True)
+    engine.fork("1", Request(request_id="late", prompt_ids=parent.prompt_ids + begun, sampling=sampling))
+    while engine.has_work:
+        for event in engine.step():
+            tokens[event.request_id] += event.token_ids
+    assert tokens["1"] == tokens["early"] == [*begun, *tokens["late"]] == expected(checkpoint(family))["1"]
+    early = NEW if snapshots else 11 + NEW - 1
+    assert engine.report().counters["computed_tokens"] == 11 + NEW - 1 + NEW - 3 + early
 
 
 def test_bytes_of_a_recurrent_model_do_not_grow(build_engine: Build, checkpoint: Any) -> None:

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 from infermix.errors import InfermixError, Unsupported
-from infermix.roles.kv_space import KVBudget, KVGroup
+from infermix.roles.facts import StateTensor
+from infermix.roles.kv_space import KVBudget, KVGroup, LayerState
 from infermix.toolkit.handover import KVParcel, export_parcel, import_parcel
+from infermix_kv.state import StateLayout
 from infermix_reference.kv_paged import PagedLayout
 
 GROUPS = (KVGroup((0, 2), 2, 8, 8), KVGroup((1,), 1, 12, 4, window=5))
@@ -43,6 +45,31 @@ def test_a_sequence_arrives_in_other_blocks_bit_for_bit() -> None:
     for sent, got, old in zip(store.block_tensors(), other.block_tensors(), before, strict=True):
         assert torch.equal(sent[mine], got[yours])
         assert torch.equal(got[rest], old[rest])
+
+
+def test_recurrent_states_arrive_as_table_one() -> None:
+    """A row of states is one block, its snapshots included."""
+    states = (LayerState(0, (StateTensor("conv", (3, 2), None), StateTensor("ssm", (5,), "float32"))),)
+    sides = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        layout = StateLayout(4, snapshots=1)
+        shape = layout.shape(GROUPS, KVBudget(3, 40, 2, states=states))
+        store = layout.store(shape, "cpu", torch.float16)
+        for tensor in (*store.block_tensors(0), *store.block_tensors(1)):
+            tensor.copy_(torch.randn(tensor.shape))
+        space = layout.space(shape)
+        assert all(space.reserve(10 * seed + number, 18) for number in range(seed))
+        sides.append((space, store, shape))
+    (space, store, shape), (there, other, _) = sides
+    mine, yours = ([list(s.block_table(seq, table)) for table in (0, 1)] for s, seq in ((space, 10), (there, 21)))
+    assert (mine[1][0], yours[1][0]) == (0, 1)
+    parcel = export_parcel(store, shape, "state", [mine[0], mine[1][:1]], 18)
+    import_parcel(other, shape, "state", KVParcel.from_bytes(parcel.to_bytes()), [yours[0], yours[1][:1]])
+    for name in ("conv", "ssm"):
+        sent, got = store.states[0][name], other.states[0][name]
+        assert torch.equal(sent[list(space.state_slots(10))], got[list(there.state_slots(21))])
+        assert not torch.equal(sent[2:4], got[:2])
 
 
 @pytest.mark.parametrize(

@@ -15,15 +15,18 @@ from infermix.compose import compose
 from infermix.errors import Unsupported, UserError
 from infermix.plugins import load_catalogue
 from infermix.roles.component import Role
-from infermix.roles.kv_space import BlockMoves, KVBudget, KVGroup, KVShape
+from infermix.roles.facts import StateTensor
+from infermix.roles.kv_space import BlockMoves, KVBudget, KVGroup, KVShape, LayerState
 from infermix.spec.load import load_experiment
 from infermix.toolkit.block_rows import BlockRows, runs
 from infermix.toolkit.block_swapper import BlockSwapper
 from infermix.toolkit.conformance import check_kv_layout, check_scheduler, run_to_end
+from infermix.toolkit.conformance.kv_swap import check_kv_swap
 from infermix.toolkit.conformance.scheduler import CountingSpace, make_sequence
 from infermix.toolkit.host_blocks import HostBlocks, with_host_blocks
 from infermix.toolkit.paged_space import PagedSpace
 from infermix.toolkit.pool_store import PagedStore
+from infermix_kv.state import StateLayout
 from infermix_reference.kv_dense import DenseLayout
 from infermix_reference.kv_paged import PagedLayout
 from infermix_reference.scheduler_continuous import ContinuousScheduler
@@ -162,6 +165,15 @@ def test_an_ended_request_gives_its_host_blocks_back() -> None:
     space.release(2)
     scheduler.finish(sequences[2])
     assert (space.host.num_used, scheduler.num_waiting) == (0, 0)
+
+
+@pytest.mark.parametrize("groups", [(KVGroup((1,), 1, 4, 4),), ()], ids=["hybrid", "recurrent"])
+def test_rows_of_states_move_with_their_blocks(groups: Any) -> None:
+    states = (LayerState(0, (StateTensor("conv", (3, 2), None), StateTensor("ssm", (5,), "float32"))),)
+    layout = StateLayout(4, snapshots=2)
+    shape = layout.shape(groups, KVBudget(4, 40, 4, states=states))
+    assert layout.store(shape, "cpu", torch.float32).allocated_bytes() == shape.bytes
+    check_kv_swap(layout, shape)
 
 
 def test_a_table_with_repeats_and_the_sink_moves_each_block_once() -> None:

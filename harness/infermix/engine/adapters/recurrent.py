@@ -9,6 +9,7 @@ cache object, and scattered back. The state after m tokens lies in slot m modulo
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -141,17 +142,20 @@ class RecurrentJoint(Joint):
         """`batch` holds the sequences of `part` alone; `rows` are those of its tokens whose logits are wanted."""
         assert batch.state_slots is not None
         assert batch.host_context_lens is not None
-        num_slots = len(batch.state_slots[0])
         past = [context - part.query_len for context in batch.host_context_lens]
-        if part.fresh or (self._in_chunks and num_slots == 1):
+        # Of the last tokens every state is kept, so these go one after the other, as decodes do anyway; what comes
+        # before them goes at once where the model's scans can.
+        at_once = part.query_len - len(batch.state_slots[0]) + 1 if part.fresh or self._in_chunks else 1
+        edges = [0, *range(max(1, at_once), part.query_len + 1)]
+        if len(edges) == 2:
             return self._rectangle(batch, past, part.query_len, rows, checked)
-        # one token after the other, as it is anyway for sequences that only decode
         kept: dict[int, Tensor] = {}
-        for column in range(part.query_len):
-            wanted = [row for row in rows if row % part.query_len == column]
-            single = _column(batch, column, part.query_len)
-            begun = [count + column for count in past]
-            logits = self._rectangle(single, begun, 1, [row // part.query_len for row in wanted], checked)
+        for first, last in pairwise(edges):
+            width = last - first
+            wanted = [row for row in rows if first <= row % part.query_len < last]
+            places = [row // part.query_len * width + row % part.query_len - first for row in wanted]
+            piece = _columns(batch, first, last, part.query_len)
+            logits = self._rectangle(piece, [count + first for count in past], width, places, checked)
             kept.update({row: logits[index : index + 1] for index, row in enumerate(wanted)})
         return torch.cat([kept[row] for row in rows]) if rows else logits[:0]
 
@@ -229,23 +233,25 @@ def _slice(batch: Batch, part: Part, begin: int, end: int) -> Batch:
     )
 
 
-def _column(batch: Batch, column: int, query_len: int) -> Batch:
-    """Token `column` of every sequence, with nothing behind it yet."""
-    if query_len == 1:
-        return batch
+def _columns(batch: Batch, first: int, last: int, query_len: int) -> Batch:
+    """Tokens `first` to `last` (exclusive) of every sequence's `query_len`, with nothing behind them yet."""
     assert batch.host_context_lens is not None
-    later = query_len - 1 - column
+    later, width = query_len - last, last - first
     contexts = tuple(context - later for context in batch.host_context_lens)
+
+    def cut(tokens: Tensor) -> Tensor:
+        return tokens.view(-1, query_len)[:, first:last].flatten()
+
     return Batch(
-        input_ids=batch.input_ids[column::query_len],
-        positions=batch.positions[column::query_len],
-        cu_seqlens_q=torch.arange(len(contexts) + 1, dtype=torch.int32, device=batch.input_ids.device),
+        input_ids=cut(batch.input_ids),
+        positions=cut(batch.positions),
+        cu_seqlens_q=torch.arange(len(contexts) + 1, dtype=torch.int32, device=batch.input_ids.device) * width,
         context_lens=batch.context_lens - later,
         logits_rows=batch.logits_rows,
-        groups=tuple(GroupBatch(each.slot_mapping[column::query_len], each.block_tables) for each in batch.groups),
-        query_lens=(1,) * len(contexts),
+        groups=tuple(GroupBatch(cut(each.slot_mapping), each.block_tables) for each in batch.groups),
+        query_lens=(width,) * len(contexts),
         host_context_lens=contexts,
-        query_len=1,
+        query_len=width,
         context_capacity=max(contexts),
         host_rows=batch.host_rows,
         state_slots=batch.state_slots,
