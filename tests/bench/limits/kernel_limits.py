@@ -3,9 +3,9 @@
     PYTHONPATH=kernels[:site with vLLM][:site with FlashInfer] python tests/bench/limits/kernel_limits.py \
         --out kernels.json [--only "decode" "linears W4A16*"] [--resume] [--tables FOLDER [--tune 64 512]]
 
-Needs torch and triton; vLLM (FA3, Marlin, Machete, CUTLASS) and FlashInfer take part where they can be imported, and
-what fails is recorded and passed over. Each contender is checked against a higher precision before it is timed; a
-wrong one gets no figure. Medians over replays of CUDA graphs, except many rows of small operators (`do_bench`, which
+Needs torch and triton; vLLM (FA3, Marlin, Machete, CUTLASS), FlashInfer and bitsandbytes (NF4) take part where they
+can be imported, and what fails is recorded and passed over. Each contender is checked against a higher precision
+before it is timed; a wrong one gets no figure. Medians over replays of CUDA graphs, except many rows of small operators (`do_bench`, which
 flushes the L2 cache). Results are saved after every contender, so that a run which was cut short goes on with
 `--resume`.
 

@@ -1,6 +1,6 @@
 """The four linears of a layer in one CUDA graph: bf16, W4A16, W8A8 with the input quantized on the way; peers too.
 
-Marlin, Machete and the CUTLASS products come with vLLM, tinygemm with torch.
+Marlin, Machete and the CUTLASS products come with vLLM, tinygemm with torch, NF4 with bitsandbytes.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from infermix_kernels.pack import pack_w4
 from infermix_kernels.reference import matmul as meant
 from infermix_kernels.tune import TuneShapes, tune_all
 from infermix_kernels.w8a8_row import FP8_ROW
+from kernel_nf4 import WeightNf4
 from kernel_timing import DEVICE, DTYPE, GPU, Ceilings, Goal, Sheet, graph_seconds, relative_error
 from torch import Tensor
 
@@ -165,6 +166,13 @@ def _w4a16(sheet: Sheet, rows: int, table: MatmulTable | None) -> None:
         contenders.append(("tinygemm", _tinygemm, False))
     for label, make, ours in contenders:
         sheet.add(row, label, goal, partial(measure, weights, rows, make), ours=ours)
+    sheet.add(row, "bitsandbytes NF4", goal, partial(_nf4, rows))
+
+
+def _nf4(rows: int) -> tuple[float, float]:
+    """Other numbers than those of W4A16: they are its own, in blocks of 64."""
+    weights = [[WeightNf4.random(n, k) for n, k in LINEARS] for _ in range(LAYERS)]
+    return measure(weights, rows, WeightNf4.linear)
 
 
 def _our_w4(options: dict[str, Any], weight: Weight4) -> Linear:
