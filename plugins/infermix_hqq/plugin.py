@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from infermix.hookspecs import hookimpl
 from infermix.roles.component import Component, Features, Role
 from infermix.roles.quantizer import QuantizerOptions
+from infermix.toolkit.group_sizes import group_needs
 from msgspec import Meta
 
 if TYPE_CHECKING:
@@ -32,7 +33,8 @@ def _build(options: HqqLibraryOptions, context: None) -> Any:
 
 
 def _needs(options: HqqLibraryOptions, model: ModelFacts, machine: MachineFacts) -> Features:
-    return frozenset({"device:cpu|device:cuda"})
+    inside_rows = options.axis == 1 and options.skip == HqqLibraryOptions().skip
+    return frozenset({"device:cpu|device:cuda"}) | (group_needs(model, options.group_size) if inside_rows else set())
 
 
 def _weight_bits(options: HqqLibraryOptions) -> float:

@@ -7,9 +7,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from infermix.hookspecs import hookimpl
-from infermix.roles.component import Component, Features, Options, Role
+from infermix.roles.component import Component, FeatureRule, Features, Options, Role, no_features
+from infermix.toolkit.group_sizes import group_needs
 
 from infermix_quant.options import (
+    UNTOUCHED,
     AwqOptions,
     Fp8Options,
     GptqOptions,
@@ -42,6 +44,7 @@ def _quantizer(
     weight_bits: Callable[[Any], float | None],
     module: str,
     kind: str,
+    needs: FeatureRule = no_features,
 ) -> Component:
     return Component(
         name=name,
@@ -50,9 +53,15 @@ def _quantizer(
         build=_built_by(module, kind),
         options=options,
         requires=("torch",),
+        needs=needs,
         lossless=lambda _: False,
         weight_bits=weight_bits,
     )
+
+
+def _groups(options: GptqOptions | AwqOptions | HqqOptions, model: ModelFacts, machine: MachineFacts) -> Features:
+    """Groups must divide every row. With patterns of one's own the layers are known at load only."""
+    return group_needs(model, options.group_size) if options.skip == UNTOUCHED else frozenset()
 
 
 def _reads(options: Options, model: ModelFacts, machine: MachineFacts) -> Features:
@@ -101,10 +110,10 @@ def infermix_quantizer() -> list[Component]:
     )
     return [
         checkpoint,
-        _quantizer("gptq", gptq, GptqOptions, _integer_bits, "quantizer_gptq", "GptqQuantizer"),
-        _quantizer("awq", awq, AwqOptions, _integer_bits, folded, "AwqQuantizer"),
+        _quantizer("gptq", gptq, GptqOptions, _integer_bits, "quantizer_gptq", "GptqQuantizer", _groups),
+        _quantizer("awq", awq, AwqOptions, _integer_bits, folded, "AwqQuantizer", _groups),
         _quantizer("smoothquant", smooth, SmoothQuantOptions, _eight_bits, folded, "SmoothQuantQuantizer"),
-        _quantizer("hqq", hqq, HqqOptions, _hqq_bits, plain, "HqqQuantizer"),
+        _quantizer("hqq", hqq, HqqOptions, _hqq_bits, plain, "HqqQuantizer", _groups),
         _quantizer("nf4", nf4, Nf4Options, nf4_bits, plain, "Nf4Quantizer"),
         _quantizer("llm_int8", llm_int8, LlmInt8Options, _eight_bits, plain, "LlmInt8Quantizer"),
         _quantizer("int8", int8, Int8Options, _eight_bits, plain, "Int8Quantizer"),

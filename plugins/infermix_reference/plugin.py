@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from infermix.hookspecs import hookimpl
 from infermix.roles.component import Component, FeatureRule, Features, Options, Role
+from infermix.toolkit.group_sizes import group_needs
 from msgspec import Meta
 
 if TYPE_CHECKING:
@@ -175,6 +176,12 @@ def _build_rtn(options: RtnOptions, context: None) -> Any:
     )
 
 
+def _rtn_needs(options: RtnOptions, model: ModelFacts, machine: MachineFacts) -> Features:
+    """Groups must divide every row. With patterns of one's own the layers are known at load only."""
+    known = options.granularity == "group" and options.skip == RtnOptions().skip
+    return group_needs(model, options.group_size) if known else frozenset()
+
+
 def _rtn_weight_bits(options: RtnOptions) -> float:
     """Scales and zero points of wider granularities depend on the layer and stay below 0.05 bits."""
     if options.granularity != "group":
@@ -293,6 +300,7 @@ def infermix_quantizer() -> list[Component]:
         ),
         Component(
             name="rtn",
+            needs=_rtn_needs,
             role=Role.QUANTIZER,
             summary="round to nearest, 8 or 4 bits, dequantized in every forward",
             build=_build_rtn,

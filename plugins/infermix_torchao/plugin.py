@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from infermix.hookspecs import hookimpl
 from infermix.roles.component import Component, Features, Role
 from infermix.roles.quantizer import QuantizerOptions
+from infermix.toolkit.group_sizes import group_needs
 from msgspec import Meta
 
 if TYPE_CHECKING:
@@ -14,7 +15,6 @@ if TYPE_CHECKING:
 
 #: FP8 products need tensor cores of compute capability 8.9, tinygemm's int4 products those of 8.0.
 _FP8_CAPABILITY, _INT4_CAPABILITY = 89, 80
-_QUANTIZED_KINDS = ("attention", "mlp", "shared_expert")
 
 
 class TorchaoOptions(QuantizerOptions, frozen=True, kw_only=True):
@@ -52,9 +52,7 @@ def _int4_needs(options: TorchaoOptions, model: ModelFacts, machine: MachineFact
     elif options.group_size == 256:
         needs.add("device:cuda")
     if options.skip == TorchaoOptions().skip:
-        widths = sorted({each.in_features for each in model.matrices if each.kind in _QUANTIZED_KINDS})
-        unfit = [width for width in widths if width % options.group_size]
-        needs |= {f"group_size:one that divides {unfit[0]} inputs, not {options.group_size}"} if unfit else set()
+        needs |= group_needs(model, options.group_size)
     return frozenset(needs)
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from infermix.hookspecs import hookimpl
 from infermix.roles.component import Component, Features, Options, Role
+from infermix.toolkit.group_sizes import group_needs
 from msgspec import Meta
 
 if TYPE_CHECKING:
@@ -18,8 +19,6 @@ _MIN_CAPABILITY = 80
 _FP8_CAPABILITY = 89
 #: As in `infermix_kernels.sampling`, which is not imported here.
 _MAX_VOCABULARY = 1 << 18
-#: Matrices that become quantized linears.
-_QUANTIZED_KINDS = ("attention", "mlp", "shared_expert")
 
 
 class AttentionOptions(Options, frozen=True):
@@ -128,10 +127,7 @@ def _w4a16_needs(options: W4A16Options, model: ModelFacts, machine: MachineFacts
     """Groups must divide every row. With patterns of one's own the layers are known at load only."""
     if options.skip != W4A16Options().skip:
         return _on_cuda(options, model, machine)
-    widths = {matrix.in_features for matrix in model.matrices if matrix.kind in _QUANTIZED_KINDS}
-    unfit = sorted(width for width in widths if width % options.group_size)
-    needs = {f"group_size:one that divides {unfit[0]} inputs, not {options.group_size}"} if unfit else set()
-    return _on_cuda(options, model, machine) | needs
+    return _on_cuda(options, model, machine) | group_needs(model, options.group_size)
 
 
 def _w4a16_bits(options: W4A16Options) -> float:

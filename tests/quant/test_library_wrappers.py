@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from infermix.errors import Unsupported, UserError, WrongResult
 from infermix.features import match
 from infermix.plugins import load_catalogue
 from infermix.roles.component import Choice, Role
-from infermix.roles.facts import MachineFacts
+from infermix.roles.facts import MachineFacts, MatrixFacts, ModelFacts
 from infermix.roles.quantizer import QuantizerContext
 from infermix.toolkit.conformance.component import example_model
 from infermix.toolkit.library_linears import LibraryLinear, LibraryProduct, LibraryQuantizer
@@ -192,10 +193,26 @@ def test_groups_that_do_not_fit_are_refused(name: str, options: dict[str, Any]) 
         _applied(name, _model(), **options)
 
 
-def _problems(name: str, machine: MachineFacts, **options: Any) -> tuple[str, ...]:
+def _problems(name: str, machine: MachineFacts, model: ModelFacts | None = None, **options: Any) -> tuple[str, ...]:
     found = CATALOGUE.find(Role.QUANTIZER, name)
     choice = Choice(found, found.component.options(**options))
-    return match({Role.QUANTIZER: choice}, (), example_model(), machine).problems
+    return match({Role.QUANTIZER: choice}, (), model or example_model(), machine).problems
+
+
+GROUPED: list[tuple[str, dict[str, Any]]] = [
+    ("rtn", {}), ("gptq", {}), ("awq", {}), ("hqq", {}), ("hqq_library", {}), ("torchao", {"method": "int4"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "options"), GROUPED, ids=[name for name, _ in GROUPED])
+def test_plan_names_group_sizes_that_would_fit(name: str, options: dict[str, Any]) -> None:
+    """576 = 9 x 64 inputs; with patterns of one's own, which linears count is known at load only."""
+    cpu = MachineFacts("cpu", "this CPU", 2**33, 2)
+    narrow = replace(example_model(), matrices=(MatrixFacts("mlp", 576, 512, 2), MatrixFacts("lm_head", 100, 7, 1)))
+    (problem,) = _problems(name, cpu, narrow, **options, group_size=128)
+    assert "group_size:one that divides 576 inputs (such as 8, 16, 32, 64), not 128" in problem
+    assert _problems(name, cpu, narrow, **options, group_size=64) == ()
+    assert _problems(name, cpu, narrow, **options, group_size=128, skip=("*proj",)) == ()
 
 
 def test_plan_refuses_what_the_device_cannot() -> None:

@@ -5,9 +5,9 @@
 
 Needs torch and triton; vLLM (FA3, Marlin, Machete, CUTLASS), FlashInfer and bitsandbytes (NF4) take part where they
 can be imported, and what fails is recorded and passed over. Each contender is checked against a higher precision
-before it is timed; a wrong one gets no figure. Medians over replays of CUDA graphs, except many rows of small operators
-(`do_bench`, which flushes the L2 cache). Results are saved after every contender, so that a run which was cut short
-goes on with `--resume`.
+before it is timed; a wrong one gets no figure. Medians over replays of CUDA graphs, except many rows of small
+operators (`do_bench`, which flushes the L2 cache). Results are saved after every contender, so that a run which was
+cut short goes on with `--resume`.
 
 With `--tables`, contenders `ours tuned` use the launch parameters measured there; `--tune M ...` measures them first
 for these row counts (minutes).
