@@ -51,7 +51,17 @@ class PackedCheckpoint:
         return {name: self._tensor(name) for name in names}
 
     def read(self, linear: FoundLinear) -> QuantLinear:
-        """The quantized linear in the place of `linear`, whose weights are not looked at."""
+        """The quantized linear in the place of `linear`, whose weights are not looked at.
+
+        Raises `UserError` when the tensors are not those that the config speaks of, or not finite.
+        """
+        made = self._linear(linear)
+        for name, buffer in made.named_buffers():
+            if buffer.is_floating_point() and not bool(buffer.float().isfinite().all()):
+                raise UserError(f"{linear.name}: {name} is not finite", where=str(self.directory), key="model.source")
+        return made
+
+    def _linear(self, linear: FoundLinear) -> QuantLinear:
         tensors = self._tensors_of(linear.name)
         bias = linear.bias if linear.bias is not None else _needed(tensors.get("bias"))
         if self.method == "compressed-tensors" and "weight_packed" not in tensors:

@@ -222,6 +222,23 @@ def test_a_config_that_disagrees_with_the_tensors_is_refused(packed: Path) -> No
         CheckpointQuantizer(None).apply(calibration_model("llama"), _context(_packed(packed, bits=8)))  # type: ignore[arg-type]
 
 
+def test_widths_that_disagree_are_refused(packed: Path) -> None:
+    model = calibration_model("llama")
+    model.model.layers[1].mlp.down_proj = torch.nn.Linear(448, 256, bias=False)
+    with pytest.raises(UserError, match=r"layers\.1\.mlp\.down_proj .*(448|bits)"):
+        CheckpointQuantizer(None).apply(model, _context(packed))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_scales_that_are_not_finite_are_refused(packed: Path, bad: float) -> None:
+    file = packed / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.1.mlp.up_proj.scales"][0, 3] = bad
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"layers\.1\.mlp\.up_proj: scale is not finite"):
+        CheckpointQuantizer(None).apply(calibration_model("llama"), _context(packed))  # type: ignore[arg-type]
+
+
 def test_an_unknown_method_is_refused(packed: Path) -> None:
     with pytest.raises(UserError, match=r"packed by exotic.*read are: gptq, awq, compressed-tensors"):
         CheckpointQuantizer(None).apply(calibration_model("llama"), _context(_packed(packed, quant_method="exotic")))  # type: ignore[arg-type]
