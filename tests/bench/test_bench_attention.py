@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
+sys.path.insert(0, str(Path(__file__).parent / "limits"))
+import kv_works
 from infermix_kernels.attention import Workspace, paged_attention
 
 pytestmark = [
@@ -96,3 +100,11 @@ def test_prefill(benchmark: Any, shape: tuple[int, int], block_size: int) -> Non
     benchmark(_replay(calls))
     seconds = benchmark.stats.stats.median / len(calls)
     benchmark.extra_info["tflop_per_s"] = 2 * batch * length**2 * HEADS * DIM / seconds / 1e12
+
+
+@pytest.mark.parametrize("kv", ["int4", "int2", "latent16", "latent128"])
+def test_decode_of_other_layouts(benchmark: Any, kv: str) -> None:
+    """4- and 2-bit groups of the Llama shape, rows of DeepSeek-V3 with 16 and 128 query heads."""
+    work = kv_works.make(kv, 64, 4096, 64)
+    benchmark(_replay([partial(work.ours, Workspace.allocate("cuda"))] * 2))
+    benchmark.extra_info["gb_per_s"] = 2 * work.num_bytes / benchmark.stats.stats.median / 1e9
