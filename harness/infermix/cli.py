@@ -19,6 +19,8 @@ VERBS = {
     "run": "run or resume every cell of an experiment",
     "plan": "say what each cell would do, and run nothing",
     "find-rate": "find the largest request rate whose goodput stays above a share",
+    "calibrate": "fit a model of step times to measured steps, for simulations",
+    "predict": "simulate the cells of measured records and say how far off that is",
     "plugins": "list components with their options, needs and provides",
     "schema": "print the JSON Schema of experiment files",
     "leaderboard": "publish tables from records",

@@ -27,6 +27,7 @@ from infermix.engine.replicas import Replicas
 from infermix.engine.runner import ModelRunner
 from infermix.engine.second import second_models
 from infermix.engine.self_check import Reference, collect_reference, self_check
+from infermix.engine.step_log import StepLog
 from infermix.engine.transforms import Transforms
 from infermix.engine.warm import warm_up
 from infermix.engine.weights import weight_bytes
@@ -175,7 +176,7 @@ def _serve(
         context=context, report=build.report, tokenizer=tokenizer, eos_token_ids=loaded.eos_token_ids, joint=joint,
         runner=runner, sampler=sampler, space=_seen_space(decoder, space, shape), store=store, shape=shape,
         scheduler=scheduler, decoder=decoder, lanes=Lanes(build.max_num_seqs), lag=_lag(build, decoder),
-        swapper=swapper,
+        swapper=swapper, log=StepLog(context.clock_ns) if options.step_log else None,
     )  # fmt: skip
     return engine, attach
 

@@ -47,6 +47,9 @@ class NativeOptions(ReplicaOptions, frozen=True):
         Literal["torch", "packed"],
         Meta(description="CPU products: torch's, or weights packed once for oneDNN (private torch API)"),
     ] = "torch"
+    step_log: Annotated[
+        bool, Meta(description="keep what each step computed and how long it took in the record, to calibrate from")
+    ] = False
     max_num_seqs: Annotated[
         int | None,
         Meta(
@@ -54,6 +57,10 @@ class NativeOptions(ReplicaOptions, frozen=True):
             extra={"unit": "sequences"},
         ),
     ] = None
+
+    def __post_init__(self) -> None:
+        if self.step_log and self.replicas > 1:
+            raise ValueError("step_log: true takes one engine, not several replicas")
 
 
 def _build(options: NativeOptions, context: Any) -> Any:

@@ -13,6 +13,7 @@ from infermix.engine.forks import requests_of_outputs, share_kv
 from infermix.engine.kept_paths import KeptPaths
 from infermix.engine.kv_counters import KVCounters
 from infermix.engine.scoring import Scorer
+from infermix.engine.step_log import StepLog
 from infermix.engine.step_times import StepTimes
 from infermix.engine.warm import num_compiles
 from infermix.errors import InfermixError, UserError
@@ -54,6 +55,7 @@ class NativeEngine:
         lanes: Lanes,
         lag: int = 0,
         swapper: BlockSwapper | None = None,
+        log: StepLog | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self._context, self._report = context, report
@@ -69,7 +71,7 @@ class NativeEngine:
         self._siblings: dict[int, list[Sequence]] = {}
         self._searches = bool(getattr(decoder, "returns_outputs", False))
         self._pending: deque[Any] = deque()
-        self._step_times = StepTimes(scheduler, context.clock_ns)
+        self._step_times = StepTimes(scheduler, context.clock_ns, log)
         self._live: dict[int, Sequence] = {}
         self._next_id = 0
         self._counters: dict[str, float] = {}
@@ -107,6 +109,7 @@ class NativeEngine:
 
     @torch.inference_mode()
     def step(self) -> list[TokenEvent]:
+        self._step_times.begin()
         plan = self._scheduler.schedule(self._space, self._context.clock_ns() / 1e9)
         waits = plan.wake_s is not None  # a poll, which would only dilute what is counted per step
         if not waits:
@@ -118,7 +121,9 @@ class NativeEngine:
         self._settle_forks(plan)
         if plan.entries:
             self._launch(plan)
-        if not waits:
+        if waits:
+            self._step_times.idle()
+        else:
             self._kv.sample()
         if not self._pending:
             return self._refuse_stall(plan)
@@ -133,6 +138,9 @@ class NativeEngine:
         if self.has_work:
             raise InfermixError("score needs an idle engine: requests are still running")
         return Scorer(self._runner, self._space, self._shape, self._lanes).score(requests)
+
+    def step_log(self) -> list[tuple[int, int, int, int, float]] | None:
+        return self._step_times.rows
 
     def report(self) -> EngineReport:
         self._report.counters = {
@@ -353,6 +361,8 @@ class NativeEngine:
         self._space.release(sequence.seq_id)
         self._forget_device_state(sequence)
         del self._live[sequence.seq_id]
+        if not self._live:
+            self._step_times.idle()
 
     def _forget_device_state(self, sequence: Sequence) -> None:
         self._kv.end(sequence)

@@ -44,6 +44,9 @@ def measure_repeat(
         **compare_lengths(repeat.requests, requests, input_tokens),
         "shareable_tokens": shareable_tokens(requests),
     }
+    log = getattr(engine, "step_log", None)
+    if log is not None and (rows := log()) is not None:
+        repeat.environment["step_log"] = list(rows)
     return repeat
 
 

@@ -110,6 +110,9 @@ class Tokenizer(Protocol):
 class Engine(Protocol):
     """A running model. Not thread-safe; one step at a time.
 
+    An engine that can be calibrated may have `step_log() -> rows | None`, since the last `reset`: per step sequences,
+    new tokens, tokens of context, (query, key) pairs of prompts, seconds (`cost.step_model.StepWork`).
+
     An engine whose time is virtual has `clock` (`measure.clock.Clock`), which its `step` moves, and:
 
     - `expect(time_ns)`, told before every step: nothing arrives before that moment of its clock (`None`: before
