@@ -66,6 +66,20 @@ class SyntheticOptions(Options, frozen=True):
             )
 
 
+class TokenHealingOptions(Options, frozen=True, kw_only=True):
+    num_tokens: Annotated[
+        int, Meta(ge=1, le=8, description="tokens taken off the end of every prompt", extra={"unit": "tokens"})
+    ] = 1
+    decoder: Annotated[str, Meta(min_length=1, description="decoder that writes them again and goes on")] = (
+        "autoregressive"
+    )
+    decoder_options: Annotated[dict[str, Any], Meta(description="options of that decoder")] = {}
+
+    @property
+    def drafts(self) -> bool:
+        return self.decoder != "autoregressive"
+
+
 class BeamOptions(DecoderOptions, frozen=True, kw_only=True):
     num_beams: Annotated[int, Meta(ge=2, le=64, description="unfinished outputs kept per request")] = 4
     length_penalty: Annotated[

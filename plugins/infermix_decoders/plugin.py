@@ -16,6 +16,7 @@ from infermix_decoders.options import (
     SelfSpeculativeOptions,
     SpeculativeOptions,
     SyntheticOptions,
+    TokenHealingOptions,
 )
 
 if TYPE_CHECKING:
@@ -88,6 +89,20 @@ def _build_synthetic(options: SyntheticOptions, context: DecoderContext) -> Any:
         uniform=context.device.startswith("cuda"),
         clock_ns=context.clock_ns,
     )
+
+
+def _build_token_healing(options: TokenHealingOptions, context: DecoderContext) -> Any:
+    from infermix_decoders.token_healing import build_token_healing
+
+    return build_token_healing(options, context)
+
+
+def _healing_needs(options: TokenHealingOptions, model: ModelFacts, machine: MachineFacts) -> Features:
+    return _needs_truncate(options, model, machine) if options.drafts else frozenset()
+
+
+def _healing_provides(options: TokenHealingOptions, model: ModelFacts, machine: MachineFacts) -> Features:
+    return _drafts(options, model, machine) if options.drafts else frozenset()
 
 
 def _build_beam(options: BeamOptions, context: DecoderContext) -> Any:
@@ -187,6 +202,17 @@ COMPONENTS = (
         options=SyntheticOptions,
         requires=("torch",),
         needs=_needs_truncate,
+        lossless=lambda options: False,
+    ),
+    Component(
+        name="token_healing",
+        role=Role.DECODER,
+        summary="another decoder that writes the last tokens of every prompt again",
+        build=_build_token_healing,
+        options=TokenHealingOptions,
+        requires=("torch", "transformers"),
+        needs=_healing_needs,
+        provides=_healing_provides,
         lossless=lambda options: False,
     ),
 )

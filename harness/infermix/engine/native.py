@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
@@ -69,6 +69,7 @@ class NativeEngine:
         self._register = getattr(space, "register", None)
         self._forked: list[Sequence] = []
         self._siblings: dict[int, list[Sequence]] = {}
+        self._prepare: Callable[[Request], Request] = getattr(decoder, "prepare", lambda request: request)
         self._searches = bool(getattr(decoder, "returns_outputs", False))
         self._pending: deque[Any] = deque()
         self._step_times = StepTimes(scheduler, context.clock_ns, log)
@@ -79,6 +80,7 @@ class NativeEngine:
 
     def submit(self, request: Request) -> None:
         self._refuse_misfit(request)
+        request = self._prepare(request)
         first = self._new_sequence(request)
         if request.sampling.num_outputs > 1 and not self._searches:
             others = enumerate(requests_of_outputs(request), 1)
@@ -97,7 +99,7 @@ class NativeEngine:
         parent = next((seq for seq in self._live.values() if seq.request.request_id == request_id), None)
         if parent is None:
             raise UserError(f"request {request_id!r} is not running, so nothing can be forked from it")
-        child = self._new_sequence(request)
+        child = self._new_sequence(self._prepare(request))
         share_kv(parent, child, self._space, self._store, self._shape)
         if child.num_computed:
             self._forked.append(child)

@@ -166,6 +166,7 @@ class Decoder(Protocol):
     - `counters() -> dict[str, float]`, cumulative figures for the record; and `reset()`, all requests are dropped.
     - `details: Mapping[str, Any]`, what was chosen when it was built, for the record; nothing.
     - `forget(sequence)`, the sequence ended or lost its KV.
+    - `prepare(request) -> Request`, what is submitted instead of a request: another prompt, for example.
     - `returns_outputs: bool`, whether all outputs of a request come from its one sequence, at its end: until then the
       decoder emits nothing for it, while the engine counts one token in flight per step; `False`.
     - `uses_sampler: bool`, whether every token comes through the sampler, so that masks can restrict it; `True`.

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from infermix.errors import Unsupported
 from infermix.roles.decoder import Decoder, Emission, Forward, Runner, Sampler
-from infermix.roles.request import Sequence
+from infermix.roles.request import Request, Sequence
 from infermix.roles.scheduler import Plan
 
 
@@ -77,6 +77,10 @@ class MaskedDecoder:
         self.details: Mapping[str, Any] = {
             "decoder": type(decoder).__qualname__, **getattr(decoder, "details", {})
         }  # fmt: skip
+
+    def prepare(self, request: Request) -> Request:
+        inner = getattr(self._decoder, "prepare", None)
+        return inner(request) if inner is not None else request
 
     def launch(self, plan: Plan, runner: Runner, sampler: Sampler) -> Any:
         return self._decoder.launch(plan, runner, MaskingSampler(sampler, self._masks))

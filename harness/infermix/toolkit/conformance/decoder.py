@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence as Many
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from infermix.roles.component import Component
-from infermix.roles.decoder import Decoder, DecoderContext, Emission, Forward, Want
+from infermix.roles.decoder import Decoder, DecoderContext, Emission, Forward, Runner, Sampler, Want
 from infermix.roles.kv_space import KVBudget, KVGroup, KVShape, KVSpace
 from infermix.roles.request import Sequence
 from infermix.roles.scheduler import Plan, Scheduled
@@ -137,10 +138,47 @@ class _ToySecond:
         """Nothing is stored."""
 
 
+class _ToyPlain:
+    """What a decoder wraps that works on others: one token a step."""
+
+    def launch(self, plan: Plan, runner: Runner, sampler: Sampler) -> tuple[Forward, Tensor]:
+        forward = runner.forward(plan)
+        return forward, sampler.sample(forward)
+
+    def collect(self, ticket: tuple[Forward, Tensor]) -> list[Emission]:
+        forward, ids = ticket
+        return [Emission(seq, (token,)) for seq, token in zip(forward.sequences, ids.tolist(), strict=True)]
+
+
+class _ToyTokenizer:
+    """Token i is the i-th letter from "A" on, as byte-level vocabularies write it."""
+
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    special_token_ids: tuple[int, ...] = ()
+    vocab_size = VOCABULARY
+
+    @property
+    def backend(self) -> Any:
+        vocabulary = {chr(ord("A") + token): token for token in range(VOCABULARY)}
+        decoder = SimpleNamespace(decoder="ByteLevel()")
+        return SimpleNamespace(get_vocab=lambda: vocabulary, backend_tokenizer=decoder)
+
+    def encode(self, text: str) -> list[int]:
+        return [(ord(letter) - ord("A")) % VOCABULARY for letter in text]
+
+    def decode(self, token_ids: Many[int]) -> str:
+        return "".join(chr(ord("A") + token) for token in token_ids)
+
+    def apply_chat(self, messages: Many[Any]) -> list[int]:
+        return self.encode("".join(message["content"] for message in messages))
+
+
 def _context() -> DecoderContext:
     return DecoderContext(
         facts=example_model(), device="cpu", dtype="float32", max_num_seqs=4, max_model_len=4096, seed=0,
-        second=lambda *given, **named: _ToySecond(), model=_example_model(),
+        second=lambda *given, **named: _ToySecond(), model=_example_model(), inner=lambda name, options: _ToyPlain(),
+        tokenizer=_ToyTokenizer(),
     )  # fmt: skip
 
 
