@@ -20,6 +20,10 @@ from infermix_kernels.reference.grouped import GroupedPools
 
 __all__ = ["GroupedPools", "grouped_attention"]
 
+#: Rows of a tile. From 64 on, products take their operands from shared memory, and triton 3.6 finds no layout for
+#: what is dequantized on the way there.
+MAX_ROWS = 32
+
 
 def grouped_attention(
     q: Tensor,
@@ -90,10 +94,11 @@ def grouped_attention(
 def default_launch(element_bytes: int, rows: int, widest: int, group_size: int) -> Launch:
     """Tiles lie within a group where one has 16 tokens at least: factors of keys are then loaded once a tile."""
     tokens = next((size for size in (64, 32, 16) if group_size % size == 0), 32)
+    rows = min(rows, MAX_ROWS)
     if element_bytes == 4:
-        return Launch(min(rows, 32), min(tokens, 32), 4, 2)
+        return Launch(rows, min(tokens, 32), 4, 2)
     if rows > 16:
-        return Launch(min(rows, 64), tokens, 4, 2, 2)
+        return Launch(rows, tokens, 4, 2, 2)
     return Launch(rows, tokens, 4 if tokens * widest > 4096 else 2, 3, 8)
 
 

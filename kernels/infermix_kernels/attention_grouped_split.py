@@ -102,10 +102,10 @@ def grouped_kernel(
     largest = tl.where(largest > 0.0, largest, 1.0)
     queries = ()
     for part in tl.static_range(PARTS):
-        rows = load_part(
+        columns = load_part(
             q, first_token, token, head, valid, largest, stride_qt, stride_qh, part, PARTS, DK, PAD_K, COMPUTE
         )
-        queries = queries + (rows,)  # type: ignore[assignment]  # noqa: RUF005
+        queries = queries + (columns,)  # type: ignore[assignment]  # noqa: RUF005
     acc, total, peak = initial_state(sinks, head, valid, split == 0, BLOCK_M, PAD_V, SINKS)
     q_pos = first_new + token
     kv_head = (head_tile * HEADS // GROUP).to(tl.int64)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_cases import TOLERANCE, error
-from grouped_cases import GroupedCase, build, expected
+from attention_cases import error
+from grouped_cases import TOLERANCE, GroupedCase, build, expected
 from infermix_kernels.attention import Workspace
 from infermix_kernels.attention_grouped import grouped_attention
 from infermix_kernels.launch import Launch

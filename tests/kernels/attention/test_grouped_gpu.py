@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from attention_cases import TOLERANCE, error
-from grouped_cases import GroupedCase, build, expected
+from attention_cases import error
+from grouped_cases import TOLERANCE, GroupedCase, build, expected
 from infermix_kernels.attention import Workspace
 from infermix_kernels.attention_grouped import grouped_attention
 from infermix_kernels.launch import Launch
@@ -25,7 +25,6 @@ LENS: dict[str, dict[str, Any]] = {
 }
 COMMON: dict[str, Any] = {"heads": (32, 8), "group_size": 32, "block_size": 32, "recent": 64}
 DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
-#: bf16 queries are scored in fp16, so that what fp32 has to represent is the same as in the reference.
 CASES = [
     *(
         GroupedCase(f"{kind} int{bits} {dims} {dtype}", **lens, **COMMON, bits=bits, dims=dims, dtype=dtype)
