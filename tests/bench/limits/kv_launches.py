@@ -17,6 +17,7 @@ import json
 import multiprocessing
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -165,8 +166,9 @@ def main() -> None:
     ]
     if GPU and given.workers:
         jobs = [(piece, wanted) for piece in pieces for wanted in CANDIDATES[piece.kv]]
-        with multiprocessing.get_context("spawn").Pool(given.workers) as pool:
-            pool.map(build, jobs, chunksize=1)
+        spawn = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(given.workers, mp_context=spawn) as pool:
+            wait([pool.submit(build, job) for job in jobs])  # a compiler that aborts breaks the pool, no more
     rows: list[dict[str, Any]] = []
     for piece in pieces:
         plain = plain_seconds(given.batch, given.context, piece.block)

@@ -11,7 +11,7 @@ from attention_cases import WILD_BLOCK
 from infermix_kernels.reference.grouped import GroupedPools, grouped_attention, pack
 from torch import Tensor
 
-#: As `attention_cases.TOLERANCE`, but with 16-bit queries keys, values and scaled queries are rounded to fp16 as well:
+#: As `attention_cases.TOLERANCE`, but with 16-bit queries, keys, values and scaled queries are rounded to fp16 too:
 #: 2^-12 each, twice in scores of a deviation of about two.
 TOLERANCE = {**PLAIN_TOLERANCE, torch.float16: 1.5e-3}
 
