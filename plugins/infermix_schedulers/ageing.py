@@ -29,7 +29,14 @@ def priority_queue(ageing_s: float) -> KeyedQueue:
     """The smallest `Request.priority` first; `ageing_s` of waiting make up for one class.
 
     Bound on overtaking: a request of class c that arrived at a is overtaken by one of class c' only if that arrives
-    before a + (c - c') ageing_s. So it waits at most for what arrived until then, however long the overload lasts.
+    before a + (c - c') ageing_s. So it waits at most for what arrived until then, however long the overload lasts:
+
+        wait <= (Q + sum over classes c' < c of W(c', (c - c') ageing_s)) / mu + R
+
+    with Q the work that is queued or running ahead of it when it arrives, W(c', t) the work of class c' that arrives
+    within t seconds after it, mu the work that is done per second and R the longest time that one request runs. With
+    arrivals of rate lambda(c') and mean work s(c'), W(c', t) = lambda(c') s(c') t. Strict priority (ageing_s beyond
+    the length of the overload) has no such bound: there W grows with the overload.
     """
     return KeyedQueue(lambda sequence, now_s: now_s + ageing_s * sequence.request.priority)
 

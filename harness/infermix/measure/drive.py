@@ -183,6 +183,7 @@ class _Run:
             emissions=[],
             finish_reason="",
             category=request.category,
+            tenant=request.tenant,
             late_s=max(0, late_ns) / 1e9,
             more_outputs=[OutputSample() for _ in range(request.sampling.num_outputs - 1)],
         )
@@ -253,6 +254,7 @@ class _Run:
                 emissions=[],
                 finish_reason=FinishReason.ERROR.value,
                 category=request.category,
+                tenant=request.tenant,
                 error=f"not sent: request {failed_id!r}, an earlier turn of its session, failed",
             )
             request = self.turns_after.pop(request.request_id, None)

@@ -12,8 +12,9 @@ import numpy as np
 from infermix.errors import UserError
 from infermix.measure import goodput as per_request
 from infermix.measure.goodput import check_goodput, meets_limits, output_tokens
+from infermix.measure.groups import group_figures
 from infermix.measure.kv_figures import KV_FIGURES, Better, kv_figures
-from infermix.measure.speculation import of_category, speculation, speculation_metric
+from infermix.measure.speculation import speculation, speculation_metric
 from infermix.measure.stats import positive_interval
 from infermix.record.gaps import GapHistogram
 from infermix.record.record import Metric, Repeat, RequestSample
@@ -46,8 +47,8 @@ def summarise(repeats: Sequence[Repeat], goodput: Mapping[str, float] | None = N
 
     Latencies have the suffixes `_mean`, `_p50`, `_p90`, `_p99` (numpy's linear percentiles over the requests, for ITL
     over the gaps, of one repeat) and leave failed requests out. A metric that no request defines is absent. Decoders
-    that draft add the figures of `measure.speculation`. Where requests have categories, `tpot_s_mean[CATEGORY]` is of
-    one of them.
+    that draft add the figures of `measure.speculation`. Where requests have categories or tenants, `NAME[GROUP]`
+    are latencies of one of them (`measure.groups`).
     Raises `UserError` for an unknown goodput limit.
     """
     limits = goodput or {}
@@ -113,7 +114,7 @@ def latencies(repeat: Repeat) -> dict[str, float]:
     for name, measure in _LATENCIES.items():
         values = [value for sample in done if (value := measure(sample)) is not None]
         figures.update(_distribution(name, values))
-    figures.update(_by_category(done))
+    figures.update(group_figures(done))
     if repeat.gaps is None:
         return {**figures, **_distribution("itl_s", [gap for sample in done for gap in per_request.gaps_s(sample)])}
     return {**figures, **_of_histogram("itl_s", repeat.gaps)}
@@ -124,14 +125,6 @@ def _of_histogram(name: str, gaps: GapHistogram) -> dict[str, float]:
         return {}
     found = dict(zip(PERCENTILES, gaps.percentiles(PERCENTILES), strict=True))
     return {f"{name}_mean": gaps.mean_s, **{f"{name}_p{percentile}": value for percentile, value in found.items()}}
-
-
-def _by_category(samples: Sequence[RequestSample]) -> dict[str, float]:
-    values: dict[str, list[float]] = {}
-    for sample in samples:
-        if sample.category and (tpot_s := per_request.tpot_s(sample)) is not None:
-            values.setdefault(sample.category, []).append(tpot_s)
-    return {of_category("tpot_s_mean", category): float(np.mean(each)) for category, each in values.items()}
 
 
 def _distribution(name: str, values: Sequence[float]) -> dict[str, float]:

@@ -72,6 +72,7 @@ class RequestSample(msgspec.Struct, kw_only=True, omit_defaults=True):
     emissions: list[tuple[float, int]]
     finish_reason: str
     category: str = ""
+    tenant: str = ""
     late_s: float = 0.0
     error: str = ""
     output_ids: list[int] = []

@@ -10,6 +10,7 @@ from jinja2 import Environment
 
 from infermix.report.board import Board, Row, Table
 from infermix.report.columns import Column, figure_columns, quality_columns
+from infermix.report.groups import GROUP_LEGEND, group_text, groups_of
 from infermix.report.labels import ABSENT, MIX_COLUMNS
 from infermix.report.markdown import LEGEND, effect_name, effect_remark, effect_text, strongest_interactions
 from infermix.report.scatter import HEIGHT, WIDTH, Scatter, scatter
@@ -36,6 +37,8 @@ class Section:
     plot: Scatter | None
     main: Sequence[tuple[str, str, int, str]]
     interactions: Sequence[tuple[str, str, int, str]]
+    groups: Sequence[str] = ()
+    group_rows: Sequence[Sequence[str]] = ()
 
 
 def html(board: Board) -> str:
@@ -47,6 +50,7 @@ def html(board: Board) -> str:
         board=board,
         sections=[_section(table) for table in board.tables],
         filters=filters,
+        group_legend=GROUP_LEGEND,
         legend=LEGEND.replace("`", ""),
         width=WIDTH,
         height=HEIGHT,
@@ -68,7 +72,7 @@ def _section(table: Table) -> Section:
     headers += [(column.header, column.help, True) for column in columns]
     headers += [("limit", "The hardware limit that binds", False), ("verdict", "The worst guard", False)]
     headers += [("notes", "Adapters, lossy parts, reasons", False)]
-    effects = table.effects
+    effects, groups = table.effects, groups_of(table)
     return Section(
         table=table,
         headers=headers,
@@ -76,7 +80,13 @@ def _section(table: Table) -> Section:
         plot=scatter(table),
         main=_effects(effects.main) if effects else (),
         interactions=_effects(strongest_interactions(effects)) if effects else (),
+        groups=groups,
+        group_rows=[_group_row(table, row, groups) for row in table.rows if row.rank and groups],
     )
+
+
+def _group_row(table: Table, row: Row, groups: Sequence[str]) -> list[str]:
+    return [*(row.mix[column] for column in table.mix_columns), *(group_text(row, name) for name in groups)]
 
 
 def _effects(found: Sequence) -> list[tuple[str, str, int, str]]:

@@ -9,6 +9,7 @@ from infermix.report.board import Board, Row, Table
 from infermix.report.categories import CATEGORY_LEGEND, categories_of, category_text
 from infermix.report.columns import WIDE_ONLY, Column, figure_columns, quality_columns
 from infermix.report.effects import Effect, Effects
+from infermix.report.groups import GROUP_LEGEND, group_text, groups_of
 
 MAX_QUALITY_COLUMNS = 4
 MAX_INTERACTIONS = 20
@@ -93,6 +94,8 @@ def _section(table: Table) -> list[str]:
     lines += _footnotes(table.rows, quality)
     if categories := categories_of(table):
         lines += ["", "### By category", "", CATEGORY_LEGEND, "", *_category_grid(table, categories)]
+    if groups := groups_of(table):
+        lines += ["", "### By class and tenant", "", GROUP_LEGEND, "", *_group_grid(table, groups)]
     if table.effects:
         lines += ["", "### What each part contributes", "", *effects_markdown(table.effects)]
     return [*lines, ""]
@@ -119,6 +122,15 @@ def _category_grid(table: Table, categories: Sequence[str]) -> list[str]:
     ]
     first = len(table.mix_columns)
     return _grid([*table.mix_columns, *categories], body, right=set(range(first, first + len(categories))))
+
+
+def _group_grid(table: Table, groups: Sequence[str]) -> list[str]:
+    body = [
+        [*(row.mix[column] for column in table.mix_columns), *(group_text(row, name) for name in groups)]
+        for row in table.rows
+        if row.rank
+    ]
+    return _grid([*table.mix_columns, *groups], body, right=set())
 
 
 def _place(row: Row) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from infermix.record.record import SCHEMA_VERSION
+from infermix.record.record import SCHEMA_VERSION, Metric
 from infermix.report.board import MEMORY_KEYS, METRIC_KEYS, ROOFLINE_KEYS, SPECIAL_KEYS, SPEED, Board, Row, Table
 from infermix.report.effects import Effect, Effects
 from infermix.report.labels import MIX_COLUMNS
@@ -102,10 +102,17 @@ def _row(row: Row) -> dict[str, Any]:
         **_identity(row),
         "mix": dict(row.mix),
         "figures": {key: _figure(figure) for key, figure in sorted(row.figures.items())},
+        "groups": {name: _rounded(each.value) for name, each in _groups(row).items()},
         "superseded": row.superseded,
         "notes": row.notes,
         "concerns": row.concerns,
     }
+
+
+def _groups(row: Row) -> dict[str, Metric]:
+    """Figures of classes and tenants, in the names of the record's metrics."""
+    found = row.record.metrics if row.rank else {}
+    return {name: found[name] for name in sorted(found) if name.endswith("]") and "[" in name}
 
 
 def _figure(figure: Figure) -> dict[str, float | None]:
