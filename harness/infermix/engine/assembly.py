@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import torch
 
 from infermix.engine.adapters.mla import LatentAttention
 from infermix.engine.capture import capture, why_not_captured
 from infermix.engine.components import NativeOptions
+from infermix.engine.inner_decoder import inner_decoder
 from infermix.engine.isolated import Prepared, prepare
 from infermix.engine.joints import make_joint, stays_latent
 from infermix.engine.lanes import Lanes
@@ -34,7 +34,7 @@ from infermix.engine.weights import weight_bytes
 from infermix.errors import OutOfMemory, Unsupported, UserError
 from infermix.paths import cache_dir
 from infermix.roles.attention import TuneContext
-from infermix.roles.component import Choice, Component, Role, meets
+from infermix.roles.component import Choice, Role
 from infermix.roles.decoder import DecoderContext, DecoderOptions
 from infermix.roles.engine import EngineContext, EngineReport
 from infermix.roles.kv_space import KVBudget, KVShape
@@ -189,34 +189,7 @@ def _decoder_context(build: Assembly, loaded: LoadedModel, tokenizer: Any) -> De
         eos_token_ids=loaded.eos_token_ids, base=context.base, progress=context.progress, clock_ns=context.clock_ns,
         second=second_models(build, capture=why_not_captured(build, recompute=False) is None),
     )  # fmt: skip
-    return replace(made, inner=functools.partial(_inner_decoder, build, made))
-
-
-def _inner_decoder(build: Assembly, context: DecoderContext, name: str, options: dict[str, Any]) -> Any:
-    """Raises `UserError` for a decoder or an option that does not exist, `Unsupported` where parts lack its needs."""
-    if build.context.find is None:
-        raise UserError("this engine was built without a catalogue, so no decoder can be named inside another")
-    registered = build.context.find(Role.DECODER, name)
-    if registered.unavailable:
-        raise Unsupported(f"decoder {name!r} {registered.unavailable}")
-    component = registered.component
-    try:
-        converted = msgspec.convert(options, component.options)
-    except msgspec.ValidationError as error:
-        raise UserError(f"options of decoder {name!r}: {error}", key="parts.decoder.decoder_options") from error
-    _refuse_unmet(build, component, converted)
-    return component.build(converted, context)
-
-
-def _refuse_unmet(build: Assembly, component: Component, options: Any) -> None:
-    """The plan knows the needs of the decoder outside, not of one that its options name."""
-    given = (build.context.facts, build.context.machine)
-    provided = frozenset[str]().union(
-        *(part.component.provides(part.options, *given) for part in build.context.parts.values())
-    )
-    unmet = [need for need in sorted(component.needs(options, *given)) if not meets(need, provided)]
-    if unmet:
-        raise Unsupported(f"decoder {component.name!r} needs {', '.join(unmet)}, which no part provides")
+    return replace(made, inner=functools.partial(inner_decoder, build, made))
 
 
 def _seen_space(decoder: Any, space: KVSpace, shape: KVShape) -> KVSpace:
