@@ -24,14 +24,20 @@ LENS: dict[str, dict[str, Any]] = {
     "verify": {"query_lens": (5, 8, 1), "contexts": (2000, 8, 333)},
 }
 COMMON: dict[str, Any] = {"heads": (32, 8), "group_size": 32, "block_size": 32, "recent": 64}
-DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
+#: Compiling takes longest: every width and dtype once, every kind of query in the most common one.
+SHAPES: tuple[tuple[tuple[int, int], torch.dtype, tuple[str, ...]], ...] = (
+    ((128, 128), BF16, ("decode", "prefill", "verify")),
+    ((64, 64), FP16, ("decode", "verify")),
+    ((192, 128), BF16, ("decode", "prefill")),
+    ((96, 96), FP32, ("decode",)),
+    ((256, 256), BF16, ("decode",)),
+)
 CASES = [
     *(
-        GroupedCase(f"{kind} int{bits} {dims} {dtype}", **lens, **COMMON, bits=bits, dims=dims, dtype=dtype)
+        GroupedCase(f"{kind} int{bits} {dims} {dtype}", **LENS[kind], **COMMON, bits=bits, dims=dims, dtype=dtype)
         for bits in (4, 2)
-        for dims in DIMS
-        for dtype in (BF16, FP16, FP32)
-        for kind, lens in LENS.items()
+        for dims, dtype, kinds in SHAPES
+        for kind in kinds
     ),
     *(
         GroupedCase(f"decode int4 groups of {size}", **LENS["decode"], heads=(8, 2), dims=(128, 128), dtype=BF16,
