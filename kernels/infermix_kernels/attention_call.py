@@ -202,7 +202,6 @@ class Call:
             "PRECISION": "ieee" if self.q.dtype == torch.float32 else "tf32",
             "NATIVE": not triton.knobs.runtime.interpret and converts_fp8(self.q.device),
             "WIDE": max(pool.shape[0] * pool.stride(0) for pool in self.pools()) >= 1 << 31,
-            "SHARED": self.shared,
             "SAME_STRIDES": self.keys.stride() == self.values.stride(),
             "num_warps": launch.num_warps,
             "num_stages": launch.num_stages,

@@ -147,7 +147,7 @@ def _prepare_split(
     )
     pdl = overlaps_launches(call.q.device)
     constants = call.constants(launch, geometry, rules)
-    constants |= {"TREE": rules.tree_mask is not None, "SPLIT": splits > 1, "PDL": pdl}
+    constants |= {"TREE": rules.tree_mask is not None, "SHARED": call.shared, "SPLIT": splits > 1, "PDL": pdl}
     if pdl:
         constants["launch_pdl"] = True
     grid = (geometry.head_tiles * splits * call.num_seqs * row_tiles, 1)
