@@ -47,6 +47,8 @@ class Compiled:
 def compile_prepared(prepared: Prepared) -> Compiled:
     """Raises what the compiler raises."""
     kernel = prepared.kernel
+    unknown = set(prepared.constants) - {*kernel.arg_names, *_LAUNCH_KEYS}
+    assert not unknown, f"{kernel.__name__} does not take {sorted(unknown)}"
     signature: dict[str, str] = {}
     constants: dict[Any, Any] = {}
     attributes: dict[Any, Any] = {}
