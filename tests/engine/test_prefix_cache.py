@@ -91,6 +91,32 @@ def test_greedy_tokens_are_those_of_the_uncached_run(
 
 
 @pytest.mark.parametrize("kind", ["hash", "radix"])
+@pytest.mark.parametrize(
+    "scheduler",
+    [
+        ("static", {"batch_size": 3}),
+        ("continuous", {}),
+        ("continuous", {"max_num_batched_tokens": 28, "chunked": True}),
+    ],
+    ids=["static", "continuous", "chunked"],
+)
+def test_requests_of_one_step_share_what_it_computes(build_engine: Build, kind: str, scheduler: Any) -> None:
+    """Whole blocks only, for the tree too: the beginning of a block cannot be copied before it is written."""
+    first = tuple(range(10, 31))
+    wanted = requests([first, (*first, 50, 51), (*first[:17], 60, 61, 62)], max_new_tokens=5)
+    engine = build_engine({**cached(kind), "scheduler": scheduler})
+    for request in wanted:
+        engine.submit(request)
+    tokens = {event.request_id: list(event.token_ids) for event in engine.step()}
+    assert engine.report().counters["prefix_hit_tokens"] == 20 + 16
+    assert engine.report().counters["computed_tokens"] == 21 + 3 + 4
+    while engine.has_work:
+        for event in engine.step():
+            tokens[event.request_id] += event.token_ids
+    assert tokens == run(build_engine(), wanted)
+
+
+@pytest.mark.parametrize("kind", ["hash", "radix"])
 @pytest.mark.parametrize("overlap", ["off", "on"])
 def test_memory_pressure_evicts_and_preempts_without_a_trace(
     build_engine: Build, plain: dict[str, list[int]], kind: str, overlap: str

@@ -21,7 +21,21 @@ from infermix.toolkit.radix_index import RadixIndex
 from infermix_reference.kv_paged import PagedLayout
 
 INDEXES: dict[str, Any] = {"hash": HashIndex, "hash runs": lambda size: HashIndex(size, span=2), "radix": RadixIndex}
-ACTIONS = ("start", "start", "grow", "grow", "grow", "ahead", "fork", "truncate", "back", "end", "abort", "reset")
+ACTIONS = (
+    "start",
+    "start",
+    "twins",
+    "grow",
+    "grow",
+    "grow",
+    "ahead",
+    "fork",
+    "truncate",
+    "back",
+    "end",
+    "abort",
+    "reset",
+)
 
 
 def shape_of(block_size: int, num_blocks: int) -> KVShape:
@@ -44,8 +58,8 @@ class Life:
 
     def step(self) -> None:
         action = ACTIONS[self.draw(len(ACTIONS))]
-        if action == "start":
-            self.start()
+        if action in ("start", "twins"):
+            getattr(self, action)()
         elif action == "reset":
             self.space.reset_prefixes()
         elif self.tokens:
@@ -53,7 +67,31 @@ class Life:
         self.check()
 
     def start(self) -> None:
-        stem = self.past[self.draw(len(self.past))]
+        seq_id = self.admit(self.past[self.draw(len(self.past))])
+        if seq_id is not None:
+            self.compute(seq_id, len(self.tokens[seq_id]))
+
+    def twins(self) -> None:
+        """Sequences that are let in within one step, where one may share what another is yet to compute."""
+        let_in, stem = list[int](), self.past[self.draw(len(self.past))]
+        for _ in range(2 + self.draw(2)):
+            seq_id = self.admit(stem)
+            if seq_id is None:
+                break
+            self.space.promise(seq_id, self.tokens[seq_id], len(self.tokens[seq_id]), self.salts[seq_id])
+            let_in.append(seq_id)
+            stem = self.tokens[seq_id]
+        while let_in and not self.draw(4):  # the last one is pushed out again
+            self.abort(let_in.pop())
+        self.copy(self.space.take_copies())
+        written: set[tuple[int, int]] = set()
+        for seq_id in let_in:
+            self.write(seq_id, len(self.tokens[seq_id]), written)
+        for seq_id in let_in:
+            self.publish(seq_id)
+
+    def admit(self, stem: list[int]) -> int | None:
+        """A new sequence that begins as `stem` does, with room for its prompt."""
         prompt = stem[: self.draw(len(stem) + 1)] + [self.draw(2) for _ in range(1 + self.draw(6))]
         prompt, seq_id, salt = prompt[:20], self.next_id, "ab"[self.draw(8) == 0]
         self.next_id += 1
@@ -65,8 +103,8 @@ class Life:
         self.tokens[seq_id], self.computed[seq_id], self.salts[seq_id] = prompt, hit, salt
         if not self.space.reserve(seq_id, len(prompt)):
             self.abort(seq_id)
-            return
-        self.compute(seq_id, len(prompt))
+            return None
+        return seq_id
 
     def grow(self, seq_id: int) -> None:
         tokens = self.tokens[seq_id]
@@ -80,16 +118,29 @@ class Life:
 
     def compute(self, seq_id: int, target: int) -> None:
         self.copy(self.space.take_copies())
+        self.write(seq_id, target)
+        self.publish(seq_id)
+
+    def write(self, seq_id: int, target: int, written: set[tuple[int, int]] | None = None) -> None:
+        """A sequence writes blocks of its own alone, but for the promises of a step: those once, before it ends."""
         table, tokens = self.space.block_table(seq_id), self.tokens[seq_id]
         for position in range(self.computed[seq_id], target):
-            block = table[position // self.size]
-            owners = sum(block in self.space.block_table(other) for other in self.tokens)
-            assert owners == 1, f"shared block {block} is written"
-            assert not self.space._pool.is_kept(block), f"published block {block} is written"
-            self.slots[block][position % self.size] = (self.salts[seq_id], *tokens[: position + 1])
+            block, slot = table[position // self.size], position % self.size
+            if written is not None and self.space._pool.is_kept(block):
+                assert (block, slot) not in written, f"block {block} is written by two"
+            else:
+                owners = sum(block in self.space.block_table(other) for other in self.tokens)
+                assert owners == 1, f"shared block {block} is written"
+                assert not self.space._pool.is_kept(block), f"published block {block} is written"
+            self.slots[block][slot] = (self.salts[seq_id], *tokens[: position + 1])
+            if written is not None:
+                written.add((block, slot))
         self.computed[seq_id] = target
+
+    def publish(self, seq_id: int) -> None:
+        tokens = self.tokens[seq_id]
         known = len(tokens) - (self.draw(4) == 0)  # the last token may still be in flight
-        self.space.register(seq_id, tokens[:known], target, self.salts[seq_id])
+        self.space.register(seq_id, tokens[:known], self.computed[seq_id], self.salts[seq_id])
 
     def copy(self, pairs: list[tuple[int, int]]) -> None:
         assert len({target for _, target in pairs}) == len(pairs), f"a block is written twice: {pairs}"
@@ -249,6 +300,21 @@ class LosesABlock(PrefixPagedSpace):
         super().release(seq_id)
 
 
+class CopiesPromises(PrefixPagedSpace):
+    """A block is copied before it is written."""
+
+    def promise(self, seq_id: int, token_ids: Any, num_tokens: int, salt: str = "") -> None:
+        super().promise(seq_id, token_ids, num_tokens, salt)
+        self._promised.clear()
+
+
+class BreaksPromises(PrefixPagedSpace):
+    """What a sequence promised stays published though it was never written."""
+
+    def _take_back(self, seq_id: int) -> None:
+        pass
+
+
 class MixesSalts(PrefixPagedSpace):
     def match(self, seq_id: int, token_ids: Any, max_tokens: int, salt: str = "") -> int:
         return super().match(seq_id, token_ids, max_tokens, "a")
@@ -278,7 +344,7 @@ class CopiesChains(PrefixPagedSpace):
 
 MUTANTS = [
     SharesThePartialBlock, WritesAfterACut, EvictsTheNewestFirst, ForgetsToCount, PublishesTooMuch, LosesABlock,
-    MixesSalts, KeepsTheCount, CopiesChains,
+    MixesSalts, KeepsTheCount, CopiesChains, BreaksPromises,
 ]  # fmt: skip
 
 
@@ -308,6 +374,11 @@ class TurnsRunsAround(HashIndex):
         super()._enter_span(last)
         start, key = last.span
         start.spans[key][0].reverse()
+
+
+def test_copies_of_promises_are_caught() -> None:
+    with pytest.raises(AssertionError, match="reads"):
+        walks(CopiesPromises, INDEXES["radix"])
 
 
 @pytest.mark.parametrize("mutant", [KeepsRuns, TurnsRunsAround])

@@ -50,6 +50,15 @@ class PrefixSpace(SharingSpace, Protocol):
         """What `match` would return, without attaching anything: for schedulers that order by it."""
         ...
 
+    def promise(self, seq_id: int, token_ids: Sequence[int], num_tokens: int, salt: str = "") -> None:
+        """Publish full blocks of the first `num_tokens` tokens, which the step that is being planned will compute.
+
+        What is let in later in the same step shares them: one forward writes K and V of a layer before any of it is
+        read. Nobody copies from them before that (`take_copies`), and a sequence that is released before takes its
+        promise back. Blocks that others have published stay theirs, for `register` to replace.
+        """
+        ...
+
     def register(
         self, seq_id: int, token_ids: Sequence[int], num_computed: int, salt: str = "", last: bool = False
     ) -> None:

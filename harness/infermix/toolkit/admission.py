@@ -45,6 +45,17 @@ def start_cached(sequence: Sequence, space: KVSpace) -> None:
     sequence.num_computed = sequence.num_cached
 
 
+def promise_prefix(sequence: Sequence, num_new_tokens: int, space: KVSpace) -> None:
+    """The sequence is planned with so many new tokens: let those that come after it in this step share them.
+
+    For sequences that nothing can push out of the plan again. Does nothing where the space has no prefix cache.
+    """
+    promise = getattr(space, "promise", None)
+    if promise is not None:
+        salt = sequence.request.cache_salt
+        promise(sequence.seq_id, sequence.tokens, sequence.num_computed + num_new_tokens, salt)
+
+
 def give_back(sequence: Sequence, space: KVSpace) -> None:
     """The sequence goes on waiting: it must not hold blocks that those who run may need."""
     if sequence.num_computed:

@@ -8,7 +8,14 @@ from infermix.errors import OutOfMemory
 from infermix.roles.kv_space import KVSpace, SwapSpace
 from infermix.roles.request import Sequence
 from infermix.roles.scheduler import Plan, Scheduled
-from infermix.toolkit.admission import give_back, refuse_oversized, reserve_next, start_cached, steps_for
+from infermix.toolkit.admission import (
+    give_back,
+    promise_prefix,
+    refuse_oversized,
+    reserve_next,
+    start_cached,
+    steps_for,
+)
 from infermix.toolkit.swapped import SwappedQueue
 from infermix.toolkit.waiting import KeyedQueue, Rank, WaitingQueue
 
@@ -225,6 +232,7 @@ class IterationScheduler:
                 break
             self._take(seq)
             budget -= self._plan(seq, new, plan, space)
+            promise_prefix(seq, new, space)
             first = False
 
     def _next(self, now_s: float) -> Sequence | None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from infermix.roles.kv_space import KVShape
 from infermix.toolkit.paged_space import PagedSpace
-from infermix.toolkit.prefix_index import Found, PrefixIndex, encode
+from infermix.toolkit.prefix_index import TOKEN_BYTES, Found, PrefixIndex, encode
 
 
 class PrefixPagedSpace(PagedSpace):
@@ -21,6 +21,8 @@ class PrefixPagedSpace(PagedSpace):
         super().__init__(shape, index.evict)
         self._index, self.keeps_prefixes = index, keep_between_repeats
         self._published: dict[int, int] = {}
+        #: Published blocks that the step which is being planned will write.
+        self._promised: set[int] = set()
 
     def match(self, seq_id: int, token_ids: Sequence[int], max_tokens: int, salt: str = "") -> int:
         assert seq_id not in self._tables, f"sequence {seq_id} already holds blocks"
@@ -42,6 +44,24 @@ class PrefixPagedSpace(PagedSpace):
     def peek(self, token_ids: Sequence[int], max_tokens: int, salt: str = "") -> int:
         found = self._find(token_ids, max_tokens, salt)
         return len(found.blocks) * self._block_size + found.num_tail
+
+    def promise(self, seq_id: int, token_ids: Sequence[int], num_tokens: int, salt: str = "") -> None:
+        table, size, done = self._tables[seq_id], self._block_size, self._published.get(seq_id, 0)
+        full = min(num_tokens, len(token_ids)) // size
+        if full <= done:
+            return
+        own, before = table[done:full], table[done - 1] if done else None
+        data, width = encode(token_ids[done * size : full * size]), size * TOKEN_BYTES
+        if self._index.insert(before, data[:width], own[:1], salt)[0] != own[0]:
+            return
+        self._index.insert(own[0], data[width:], own[1:], salt)
+        self._pool.keep(own)
+        self._promised.update(own)
+        self._published[seq_id] = full
+
+    def take_copies(self) -> list[tuple[int, int]]:
+        self._promised.clear()
+        return super().take_copies()
 
     def register(
         self, seq_id: int, token_ids: Sequence[int], num_computed: int, salt: str = "", last: bool = False
@@ -71,6 +91,8 @@ class PrefixPagedSpace(PagedSpace):
         return pairs
 
     def release(self, seq_id: int) -> None:
+        if self._promised:
+            self._take_back(seq_id)
         super().release(seq_id)
         self._published.pop(seq_id, None)
 
@@ -86,7 +108,17 @@ class PrefixPagedSpace(PagedSpace):
         self._pool.num_evicted = 0
 
     def _find(self, token_ids: Sequence[int], max_tokens: int, salt: str) -> Found:
-        return self._index.find(encode(token_ids, max_tokens), salt)
+        found = self._index.find(encode(token_ids, max_tokens), salt)
+        if found.tail in self._promised:  # there is nothing yet that could be copied
+            found.tail, found.num_tail = -1, 0
+        return found
+
+    def _take_back(self, seq_id: int) -> None:
+        """Forget what the sequence promised; who shares it is last to leave."""
+        for block in reversed(self._tables.get(seq_id, ())):
+            if block in self._promised and self._pool.references(block) == 1:
+                self._promised.discard(block)
+                self._pool.forget(block)
 
     def _copy_of(self, block: int) -> int | None:
         """A block of one's own that is to hold what `block` holds; `None` when there is no room."""

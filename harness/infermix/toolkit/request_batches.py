@@ -7,7 +7,7 @@ from collections import OrderedDict
 from infermix.roles.kv_space import KVSpace
 from infermix.roles.request import Sequence
 from infermix.roles.scheduler import Plan, Scheduled
-from infermix.toolkit.admission import give_back, longest_context, refuse_oversized, start_cached
+from infermix.toolkit.admission import give_back, longest_context, promise_prefix, refuse_oversized, start_cached
 
 #: Steps for which a batch of decodes stays as it is: nobody joins, and its KV is there.
 UNTIL_AN_END = 1 << 30
@@ -86,6 +86,7 @@ class RequestBatchScheduler:
             if not space.reserve(seq.seq_id, longest_context(seq)):
                 give_back(seq, space)
                 break
+            promise_prefix(seq, seq.num_uncomputed, space)
             del self._waiting[seq.seq_id], self._seen_s[seq.seq_id]
             self._running[seq.seq_id] = seq
             self._singles[seq.seq_id] = Scheduled(seq, 1)
