@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from infermix.errors import Unsupported, UserError
+from infermix.paths import cache_dir
+from infermix.record.store import write_atomically
 from infermix.toolkit.calibration import draw_calibration
 
 from infermix_decoders.draft_length import DraftLength
-from infermix_decoders.layer_search import search_layers
+from infermix_decoders.layer_search import PATIENCE, Skipped, fingerprint, search_layers
 from infermix_decoders.skipped_layers import facts_of_kept, keep_layers
 from infermix_decoders.speculative import SpeculativeDecoder
 
@@ -71,12 +76,27 @@ def _searched(options: SelfSpeculativeOptions, context: DecoderContext) -> tuple
     def cost_of(num_kept: int) -> float:
         return facts_of_kept(facts, range(num_kept)).weight_bytes / facts.weight_bytes
 
-    found = search_layers(
-        context.model,
-        calibration.samples,
-        cost_of,
-        options.num_draft_tokens,
-        lambda fraction: context.progress("search layers", fraction),
-    )
+    def search() -> Skipped:
+        return search_layers(
+            context.model,
+            calibration.samples,
+            cost_of,
+            options.num_draft_tokens,
+            lambda fraction: context.progress("search layers", fraction),
+        )
+
+    question = [fingerprint(context.model), calibration.samples, options.num_draft_tokens, PATIENCE]
+    found = _remembered(hashlib.sha256(msgspec.json.encode(question)).hexdigest(), search)
     figures = {"agreement": found.agreement, "expected_speedup": found.speedup}
     return found.layers, {**figures, "calibration": dict(calibration.facts)}
+
+
+def _remembered(key: str, search: Callable[[], Skipped]) -> Skipped:
+    """The answer to the same question on this machine, or a new one. What cannot be read is asked again."""
+    path = cache_dir("draft_layers") / f"{key}.json"
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Skipped)
+    except (OSError, msgspec.DecodeError):
+        found = search()
+        write_atomically(path, msgspec.json.encode(found))
+        return found

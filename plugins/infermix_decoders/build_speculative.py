@@ -53,5 +53,5 @@ def _probe(tokenizer: Tokenizer | None) -> list[int] | None:
 
 
 def _cost_ratio(second: Any, context: DecoderContext) -> float:
-    """Of a draft forward to a target forward, by the weights that each reads."""
-    return float(second.weight_bytes / max(context.facts.weight_bytes, 1))
+    """Of a draft forward to a target forward, by the weights that each reads, as a quantizer left them."""
+    return float(second.weight_bytes / max(context.weight_bytes or context.facts.weight_bytes, 1))

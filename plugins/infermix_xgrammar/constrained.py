@@ -84,7 +84,7 @@ class GrammarMasks:
         output = sequence.tokens[sequence.num_prompt_tokens :]
         for token in output[state.num_seen :]:
             if not state.matcher.is_terminated() and not state.matcher.accept_token(token):
-                raise InfermixError(f"token {token} of request {sequence.request.request_id!r} breaks the constraint")
+                raise _broken(sequence, token)
         state.num_seen = len(output)
         return state.matcher
 
@@ -93,3 +93,14 @@ class GrammarMasks:
         if not matcher.fill_next_token_bitmask(bits):
             return torch.ones(self._vocab_size, dtype=torch.bool)
         return ((bits[0][:, None] >> _BITS) & 1).bool().flatten()[: self._vocab_size]
+
+
+def _broken(sequence: Sequence, token: int) -> InfermixError:
+    """A draft was followed to where only the end may come, before `min_new_tokens`; or something is wrong with us."""
+    request, least = sequence.request, sequence.request.sampling.min_new_tokens
+    if least:
+        return UserError(
+            f"request {request.request_id!r} has to have {least} tokens at least, but its constraint ends before",
+            hint="lower min_new_tokens, or allow longer outputs",
+        )
+    return InfermixError(f"token {token} of request {request.request_id!r} breaks the constraint")

@@ -106,3 +106,16 @@ def test_a_quantized_draft_counts_as_what_it_takes(build_engine: Build) -> None:
     assert full["draft_weight_bytes"] == plain.report().weight_bytes
     assert small["draft_weight_bytes"] < full["draft_weight_bytes"]
     assert small["draft_kv_bytes"] == full["draft_kv_bytes"] > 0
+
+
+def test_the_cost_ratio_is_of_weights_as_they_are_held(build_engine: Build) -> None:
+    """A quantized target is cheaper: the same draft costs more of its forwards."""
+    draft = ("speculative", {"draft": "target"})
+    ratios = []
+    for quantizer in ("none", "rtn"):
+        engine = build_engine(parts={"decoder": draft, "quantizer": quantizer})
+        ratios.append(engine._decoder._length._cost_ratio)
+        assert ratios[-1] == pytest.approx(
+            engine.report().executed["decoder"]["draft_weight_bytes"] / engine.report().weight_bytes
+        )
+    assert ratios[0] == 1.0 < ratios[1]

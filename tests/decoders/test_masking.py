@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from decoding import DRAFTING, generate, requests
+from infermix.errors import UserError
 from infermix.roles.request import Sequence
 from infermix.toolkit.masking import MaskedDecoder
 
@@ -63,3 +65,14 @@ def test_rejection_sampling_never_keeps_what_is_forbidden(build_engine: Build) -
     found = generate(engine, requests({"temperature": 1.0}))
     assert all(follows(tokens) for tokens in found.values())
     assert engine.report().counters["accepted_draft_tokens"] > 0
+
+
+def test_an_end_that_comes_too_early_is_refused(build_engine: Build) -> None:
+    """Behind eight tokens only the stop token may come, and `min_new_tokens` forbids it there."""
+    for decoder in ("autoregressive", "jacobi"):
+        engine = build_engine(parts={"decoder": decoder})
+        masked(engine)
+        request = requests({"min_new_tokens": 12, "stop_token_ids": (5,)}, count=1)[0]
+        sampling = replace(request.sampling, max_new_tokens=20)
+        with pytest.raises(UserError, match="at least, but what constrains it ends behind 8"):
+            generate(engine, [replace(request, sampling=sampling)])

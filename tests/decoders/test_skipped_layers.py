@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ import torch
 from infermix.errors import Unsupported, UserError
 from infermix.roles.facts import LayerFacts
 from infermix.toolkit.conformance import example_model
-from infermix_decoders.layer_search import search_layers
+from infermix_decoders import layer_search
+from infermix_decoders.layer_search import fingerprint, search_layers
 from infermix_decoders.skipped_layers import facts_of_kept, keep_layers
 
 Build = Any
@@ -127,3 +129,42 @@ def test_the_record_says_what_was_skipped(build_engine: Build) -> None:
     assert executed["draft_layers"] == 2 - len(executed["skipped_layers"])
     assert 0 <= executed["agreement"] <= 1
     assert "random token ids" in executed["calibration"]["corpus"]
+
+
+def test_the_search_is_asked_once(build_engine: Build, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from infermix_decoders import build_self_speculative
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    parts = {"decoder": ("self_speculative", {})}
+    first = build_engine(parts=parts).report().executed["decoder"]
+    monkeypatch.setattr(build_self_speculative, "search_layers", lambda *given: pytest.fail("searched again"))
+    assert build_engine(parts=parts).report().executed["decoder"] == first
+    (path,) = (tmp_path / "infermix" / "draft_layers").iterdir()
+    path.write_text("{}")
+    with pytest.raises(pytest.fail.Exception, match="searched again"):
+        build_engine(parts=parts)
+
+
+def test_weights_are_told_apart() -> None:
+    model = tiny("llama")
+    before = fingerprint(model)
+    assert fingerprint(tiny("llama")) == before
+    with torch.no_grad():
+        model.model.layers[2].mlp.down_proj.weight.zero_()
+    assert fingerprint(model) != before
+
+
+def test_samples_of_different_lengths() -> None:
+    samples = [IDS[0].tolist(), IDS[0, :9].tolist(), IDS[0, 5:14].tolist()]
+    found = search_layers(tiny("llama"), samples, lambda count: count / 4, 4)
+    assert found.speedup >= 1
+
+
+def test_the_search_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+    monkeypatch.setattr(
+        layer_search, "keep_layers", lambda model, kept: tried.append(list(kept)) or keep_layers(model, kept)
+    )
+    monkeypatch.setattr(layer_search, "PATIENCE", 1)
+    search_layers(tiny("llama"), IDS.tolist(), lambda count: 1.0, 4)
+    assert len(tried) == 1 + 4 + 1

@@ -186,7 +186,8 @@ def _decoder_context(build: Assembly, loaded: LoadedModel, tokenizer: Any) -> De
     made = DecoderContext(
         facts=context.facts, device=str(build.device), dtype=context.dtype, max_num_seqs=build.max_num_seqs,
         max_model_len=context.max_model_len, seed=context.seed, model=loaded.model, tokenizer=tokenizer,
-        eos_token_ids=loaded.eos_token_ids, base=context.base, progress=context.progress, clock_ns=context.clock_ns,
+        eos_token_ids=loaded.eos_token_ids, weight_bytes=build.report.weight_bytes, base=context.base,
+        progress=context.progress, clock_ns=context.clock_ns,
         second=second_models(build, capture=why_not_captured(build, recompute=False) is None),
     )  # fmt: skip
     return replace(made, inner=functools.partial(inner_decoder, build, made))

@@ -131,10 +131,10 @@ class Sampler(Protocol):
 class DecoderContext:
     """What a decoder is built from.
 
-    `model` is the target as the joint drives it (for heads and embeddings), `eos_token_ids` end a request, `base` is
-    the folder that relative paths start from, `second(source, options)` loads another model beside the target,
-    `clock_ns` is the one clock, for time spent drafting, `inner(name, options)` builds the decoder that another one
-    wraps.
+    `model` is the target as the joint drives it (for heads and embeddings), `eos_token_ids` end a request, `base`
+    is the folder that relative paths start from, `weight_bytes` what the target's weights take as they are held,
+    `second(source, options)` loads another model beside the target, `clock_ns` is the one clock, for time spent
+    drafting, `inner(name, options)` builds the decoder that another one wraps.
     """
 
     facts: ModelFacts
@@ -146,6 +146,7 @@ class DecoderContext:
     model: Any = None
     tokenizer: Tokenizer | None = None
     eos_token_ids: tuple[int, ...] = ()
+    weight_bytes: int | None = None
     base: Path | None = None
     progress: Callable[[str, float], None] = lambda phase, fraction: None
     second: Callable[..., Any] | None = None

@@ -14,10 +14,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from infermix.errors import Unsupported
+from infermix.errors import Unsupported, UserError
 from infermix.roles.decoder import Decoder, Emission, Forward, Runner, Sampler
 from infermix.roles.request import Request, Sequence
 from infermix.roles.scheduler import Plan
+from infermix.toolkit.sampling import stop_tokens
 
 
 class TokenMasks(Protocol):
@@ -52,12 +53,26 @@ class MaskingSampler:
 
     def _masked(self, forward: Forward, drafts: list[tuple[int, ...]]) -> Forward:
         found = [self._masks.allowed(seq, own) for seq, own in zip(forward.sequences, drafts, strict=True)]
+        for seq, own, mask in zip(forward.sequences, drafts, found, strict=True):
+            if mask is not None and not own and seq.request.sampling.min_new_tokens:
+                self._refuse_dead_end(seq, mask)
         if all(mask is None for mask in found):
             return forward
         size = forward.logits.shape[-1]
         rows = [torch.ones(size, dtype=torch.bool) if mask is None else mask for mask in found]
         allowed = torch.stack(rows).to(forward.logits.device, non_blocking=True)
         return replace(forward, logits=forward.logits.masked_fill(~allowed, float("-inf")), most_likely=None)
+
+    def _refuse_dead_end(self, sequence: Sequence, mask: Tensor) -> None:
+        """Raises `UserError` where a mask allows stop tokens alone and it is too early for them."""
+        request, made = sequence.request, len(sequence.tokens) - sequence.num_prompt_tokens
+        stops = stop_tokens(request.sampling, getattr(self._sampler, "eos_token_ids", ()))
+        if made < request.sampling.min_new_tokens and stops.issuperset(mask.nonzero().flatten().tolist()):
+            raise UserError(
+                f"request {request.request_id!r} has to have {request.sampling.min_new_tokens} tokens at least, but "
+                f"what constrains it ends behind {made}",
+                hint="lower min_new_tokens, or allow longer outputs",
+            )
 
 
 class MaskedDecoder:

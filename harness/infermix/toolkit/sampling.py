@@ -78,7 +78,7 @@ class TorchSelector:
 class TokenSampler:
     """Keeps `next_ids [max_num_seqs + 1]` on the device: the last sampled token of each lane.
 
-    The extra lane belongs to padded rows. `selector` picks tokens from logits.
+    The extra lane belongs to padded rows. `selector` picks tokens from logits. `eos_token_ids` end a request.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class TokenSampler:
     ) -> None:
         self.next_ids = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
         self._vocab_size = vocab_size
-        self._eos_token_ids, self._selector = eos_token_ids, selector
+        self.eos_token_ids, self._selector = eos_token_ids, selector
         self._seen: Tensor | None = None
         self._seen_owner: dict[int, int] = {}
 
@@ -144,7 +144,7 @@ class TokenSampler:
             for row, (seq, position) in enumerate(zip(sequences, positions, strict=True))
             if (least := seq.request.sampling.min_new_tokens)
             and position - seq.num_prompt_tokens < least
-            and (stops := stop_tokens(seq.request.sampling, self._eos_token_ids))
+            and (stops := stop_tokens(seq.request.sampling, self.eos_token_ids))
         ]
         if not early:
             return logits
