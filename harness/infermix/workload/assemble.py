@@ -24,6 +24,8 @@ class Prompt:
     #: Index of the prompt that has to end first, and the seconds from then on: the next turn of a session.
     after: int | None = None
     think_s: float = 0.0
+    #: Prompts of different salts share no cached prefix.
+    salt: str = ""
 
 
 class Source(Protocol):
@@ -68,6 +70,7 @@ class PreparedWorkload:
                 tenant=kind.tenant,
                 after="" if prompt.after is None else str(prompt.after),
                 think_s=prompt.think_s,
+                cache_salt=prompt.salt,
             )
             for index, (prompt, time, kind) in enumerate(zip(prompts, times, classes, strict=True))
         ]

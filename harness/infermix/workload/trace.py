@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import groupby
+from itertools import groupby, islice
 from random import Random
 
 from infermix.errors import UserError
@@ -36,7 +37,11 @@ class TraceSource:
         lengths = [row.input_tokens for row in self._rows]
         self.input_tokens = (min(lengths), max(lengths))
         self._last: tuple[tuple[int, int], list[Prompt]] | None = None
-        self.counts |= {"requests": float(len(self._rows)), "tick_s": self._tick_s}
+        self.counts |= {"requests": float(self._num_prompts), "tick_s": self._tick_s}
+
+    @property
+    def _num_prompts(self) -> int:
+        return min(self._options.num_requests or sys.maxsize, len(self._rows) * self._options.copies)
 
     def prompts(self, round_: int, seed: int) -> Sequence[Prompt]:
         if self._last is None or self._last[0] != (round_, seed):  # long traces take seconds to fill with tokens
@@ -47,10 +52,20 @@ class TraceSource:
         tokens = stream(seed, round_, "prompts")
         blocks: dict[int, tuple[int, ...]] = {}
         times = self._times(stream(seed, round_, "ticks"))
-        return [
+        first = [
             Prompt(self._prompt(row, tokens, blocks, f"{seed}/{round_}"), row.output_tokens, row.category, time)
             for row, time in zip(self._rows, times, strict=True)
         ]
+        return list(islice(self._copies(first), self._num_prompts))
+
+    def _copies(self, first: Sequence[Prompt]) -> Iterator[Prompt]:
+        """The next copy begins a mean gap after the last arrival of the one before."""
+        end_s = float(first[-1].arrival_s or 0.0)
+        period_s = end_s + end_s / max(1, len(first) - 1)
+        yield from first
+        for copy in range(1, self._options.copies):
+            for prompt in first:
+                yield replace(prompt, arrival_s=(prompt.arrival_s or 0.0) + copy * period_s, salt=f"copy {copy}")
 
     def _times(self, random: Random) -> list[float]:
         """Seconds from the first arrival; arrivals of one tick at uniform places in it, in the order of the rows."""

@@ -37,6 +37,14 @@ class TraceOptions(RequestOptions, frozen=True, kw_only=True):
         ),
     ] = "auto"
     num_requests: Annotated[int, Meta(ge=1, description="most requests of one repeat; null: all")] | None = None
+    copies: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="replay it so many times in a row; prefix caches serve nothing of another copy, whose tokens "
+            "are the same",
+        ),
+    ] = 1
     start_s: Annotated[float, Meta(ge=0, description="begin at this time of the trace", extra=SECONDS)] = 0.0
     duration_s: (
         Annotated[float, Meta(gt=0, description="length of the trace that is replayed; null: all", extra=SECONDS)]

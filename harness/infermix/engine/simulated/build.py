@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from infermix.errors import Unsupported, UserError
 from infermix.record.gaps import GapCounter
 from infermix.roles.component import PART_ROLES, Choice, Role
 from infermix.roles.engine import EngineContext, EngineReport
+from infermix.roles.facts import Ceilings, MachineFacts
 from infermix.roles.kv_space import KVBudget, KVShape
 from infermix.toolkit.routing import make_router
 
@@ -31,8 +33,15 @@ def build_engine(options: SimulatedOptions, context: EngineContext) -> Simulated
     fitted = _calibration(options, context)
     layout_choice = context.parts[Role.KV]
     layout = layout_choice.component.build(layout_choice.options, None)
-    shape = _size(layout, context, fitted)
-    ours = _roofline(context, shape, fitted)
+    machine = _machine(options, context, fitted)
+    shape = _size(layout, context, machine)
+    ours = _roofline(context, shape, machine)
+    if ours is None and fitted is None:
+        raise UserError(
+            "nothing says how long a step takes: the ceilings of this machine are not measured",
+            key="engine.calibration",
+            hint="give the file of `infermix calibrate`, or run `infermix doctor --measure`",
+        )
     step_clock = StepClock(fitted, ours, efficiency=options.efficiency, overhead_s=options.overhead_s)
 
     def make_replicas(gaps: GapCounter) -> list[Replica]:
@@ -73,13 +82,21 @@ def _calibration(options: SimulatedOptions, context: EngineContext) -> StepTimes
     return read_step_times((context.base or Path(".")) / options.calibration)
 
 
-def _machine(context: EngineContext, fitted: StepTimes | None) -> Any:
-    return context.machine if fitted is None else facts_of_machine(fitted.conditions.machine)
+def _machine(options: SimulatedOptions, context: EngineContext, fitted: StepTimes | None) -> MachineFacts:
+    """The calibrated machine, or this one with what the options say of another."""
+    if fitted is not None:
+        return facts_of_machine(fitted.conditions.machine)
+    here = context.machine
+    ceilings = Ceilings(
+        options.bytes_per_s or here.ceilings.copy_bytes_per_s,
+        {context.dtype: options.flops_per_s} if options.flops_per_s else here.ceilings.matmul_flops_per_s,
+    )
+    device = here.device if options.memory_bytes is None else "cuda"
+    return replace(here, device=device, memory_bytes=options.memory_bytes or here.memory_bytes, ceilings=ceilings)
 
 
-def _size(layout: Any, context: EngineContext, fitted: StepTimes | None) -> KVShape:
+def _size(layout: Any, context: EngineContext, machine: MachineFacts) -> KVShape:
     """As the native engine on that machine sizes it."""
-    machine = _machine(context, fitted)
     memory = predict_memory(
         context.facts, None, device=machine.device, weight_bits=_weight_bits(context),
         max_num_seqs=context.max_num_seqs,
@@ -98,25 +115,23 @@ def _weight_bits(context: EngineContext) -> float | None:
     return quantizer.component.weight_bits(quantizer.options)
 
 
-def _roofline(context: EngineContext, shape: KVShape, fitted: StepTimes | None) -> Roofline | None:
-    found = roofline(
-        context.facts, _machine(context, fitted).ceilings, context.dtype,
+def _roofline(context: EngineContext, shape: KVShape, machine: MachineFacts) -> Roofline | None:
+    return roofline(
+        context.facts, machine.ceilings, context.dtype,
         weight_bits=_weight_bits(context), kv_bytes_per_token=shape.bytes_per_token or None,
     )  # fmt: skip
-    if found is None and fitted is None:
-        raise UserError(
-            "nothing says how long a step takes: the ceilings of this machine are not measured",
-            key="engine.calibration",
-            hint="give the file of `infermix calibrate`, or run `infermix doctor --measure`",
-        )
-    return found
 
 
 def _report(
     options: SimulatedOptions, context: EngineContext, fitted: StepTimes | None, shape: KVShape
 ) -> EngineReport:
     report = EngineReport(kv_bytes=shape.bytes, kv_bytes_per_token=shape.bytes_per_token)
-    times: dict[str, Any] = {"from": "roofline", "efficiency": options.efficiency, "overhead_s": options.overhead_s}
+    times: dict[str, Any] = {
+        name: value
+        for name in ("efficiency", "overhead_s", "bytes_per_s", "flops_per_s", "memory_bytes")
+        if (value := getattr(options, name)) is not None
+    }
+    times["from"] = "roofline"
     if fitted is not None:
         times = {
             "from": "calibration",

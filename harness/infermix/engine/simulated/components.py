@@ -30,6 +30,26 @@ class SimulatedOptions(ReplicaOptions, frozen=True):
         ]
         | None
     ) = None
+    bytes_per_s: (
+        Annotated[
+            float,
+            Meta(
+                gt=0,
+                description="without a calibration: bandwidth of a device that is not here; null: this machine's",
+                extra={"unit": "bytes/s"},
+            ),
+        ]
+        | None
+    ) = None
+    flops_per_s: (
+        Annotated[float, Meta(gt=0, description="likewise, its products", extra={"unit": "FLOP/s"})] | None
+    ) = None
+    memory_bytes: (
+        Annotated[
+            int, Meta(ge=1, description="likewise, memory for weights and KV of one replica", extra={"unit": "bytes"})
+        ]
+        | None
+    ) = None
     efficiency: Annotated[
         float, Meta(gt=0, le=1, description="without a calibration: share of the roofline that steps reach")
     ] = 0.6
