@@ -202,7 +202,7 @@ class EvictingSpace(HeldSwaps):
         return KVUsage(self._pool.num_used * self._block_size, used, self._shape.capacity_tokens)
 
     def counters(self) -> dict[str, float]:
-        """Of sequences that ended or were preempted: tokens dropped, and the share of all tokens that was kept."""
+        """Of sequences that ended or were preempted: their tokens, and how many of them were dropped."""
         return kept_counters(self._seen, self._dropped)
 
     def reset_counters(self) -> None:

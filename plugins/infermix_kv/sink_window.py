@@ -184,7 +184,7 @@ class SinkWindowSpace(HeldSwaps):
         return KVUsage(self._pool.num_used * size, used, self._shape.capacity_tokens)
 
     def counters(self) -> dict[str, float]:
-        """Of sequences that ended or were preempted: tokens dropped, and the share of all tokens that was kept."""
+        """Of sequences that ended or were preempted: their tokens, and how many of them were dropped."""
         return kept_counters(self._seen, self._dropped)
 
     def reset_counters(self) -> None:
@@ -192,5 +192,5 @@ class SinkWindowSpace(HeldSwaps):
 
 
 def kept_counters(seen: int, dropped: int) -> dict[str, float]:
-    """`kv_dropped_tokens`, and `kv_kept_fraction` of all tokens at the end of their sequences."""
-    return {"kv_dropped_tokens": float(dropped), "kv_kept_fraction": 1 - dropped / seen if seen else 1.0}
+    """Sums, since counters are read as how far they moved: a fraction would not survive that."""
+    return {"kv_ended_tokens": float(seen), "kv_dropped_tokens": float(dropped)}

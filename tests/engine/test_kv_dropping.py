@@ -151,9 +151,9 @@ def test_lossy_tokens_do_not_depend_on_the_batch(build_engine: Build, name: str)
     exact = generate(build_engine({"kv": ("paged", {"block_size": 4})}), requests())
     assert together != exact
     assert together["0"][:4] == exact["0"][:4]  # nothing is dropped of a sequence this short
-    assert 0 < counters["kv_kept_fraction"] < 1
     total = sum(len(request.prompt_ids) + 29 for request in requests())
-    assert counters["kv_dropped_tokens"] == pytest.approx((1 - counters["kv_kept_fraction"]) * total, abs=1)
+    assert 0 < counters["kv_dropped_tokens"] < counters["kv_ended_tokens"]
+    assert total <= counters["kv_ended_tokens"] <= total + len(requests())
     assert engine.report().self_check["attention"].startswith("not checked alone")
 
 

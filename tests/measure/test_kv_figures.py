@@ -44,10 +44,10 @@ def test_hits_over_the_prompt_tokens_of_requests_that_were_let_in() -> None:
 
 
 def test_what_was_dropped_and_moved_is_told_where_it_happened() -> None:
-    dropping = {"kv_kept_fraction": 0.25, "kv_dropped_tokens": 30.0}
+    dropping = {"kv_ended_tokens": 40.0, "kv_dropped_tokens": 30.0}
     swaps = {"swap_stall_s": 0.5, "swap_out_bytes_per_s": 4.0, "swap_in_bytes_per_s": 2.0}
     assert kv_figures(repeat(**dropping, preemptions=2.0, swaps_out=1.0, **swaps)) == {
-        **dropping, "preemptions": 2.0, **swaps
+        "kv_kept_fraction": 0.25, "kv_dropped_tokens": 30.0, "preemptions": 2.0, **swaps
     }  # fmt: skip
     assert kv_figures(repeat(preemptions=0.0, swaps_out=0.0, **swaps)) == {}
 

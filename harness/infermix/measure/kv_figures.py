@@ -60,7 +60,11 @@ def _prefixes(counters: Mapping[str, float]) -> dict[str, float]:
 
 
 def _dropped(counters: Mapping[str, float]) -> dict[str, float]:
-    return {name: counters[name] for name in ("kv_kept_fraction", "kv_dropped_tokens") if name in counters}
+    ended = counters.get("kv_ended_tokens", 0)
+    if not ended:
+        return {}
+    dropped = counters["kv_dropped_tokens"]
+    return {"kv_kept_fraction": 1 - dropped / ended, "kv_dropped_tokens": dropped}
 
 
 def _preempted(counters: Mapping[str, float]) -> dict[str, float]:
