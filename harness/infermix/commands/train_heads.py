@@ -15,9 +15,9 @@ from infermix.cost.model_facts import read_model_facts
 from infermix.cost.source import locate_model
 from infermix.errors import Unsupported, UserError
 from infermix.measure.clock import now_ns
-from infermix.plugins import load_catalogue
-from infermix.roles.component import Registered, Role
-from infermix.spec.experiment import ModelSource
+from infermix.plugins import Catalogue, load_catalogue
+from infermix.roles.component import PART_ROLES, Choice, Registered, Role
+from infermix.spec.experiment import DEFAULT_PARTS, ModelSource
 from infermix.spec.validate import Report, check_struct
 
 if TYPE_CHECKING:
@@ -27,13 +27,9 @@ HELP = (
     "Train the draft heads of a decoder for a model, whose weights stay as they are: the model continues prompts of "
     "a corpus, and the heads learn to say in advance what it says (self-distillation)."
 )
-#: Of the time limit, for making texts.
+#: Of the time limit, until texts are made.
 _SHARE_FOR_TEXTS = 0.4
 _HELD_OUT = 0.05
-
-
-def now_s() -> float:
-    return now_ns() / 1e9
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,98 +48,140 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-tokens", type=positive, default=8192, help="tokens of a step (8192)")
     parser.add_argument("--learning-rate", type=rate, default=1e-3, help="highest learning rate (0.001)")
     parser.add_argument("--prompts", type=positive, default=4096, help="most prompts that are continued (4096)")
-    parser.add_argument("--prompt-tokens", type=positive, default=512, help="longest prompt (512)")
+    parser.add_argument("--prompt-tokens", type=positive, default=384, help="longest prompt (384)")
     parser.add_argument("--new-tokens", type=positive, default=128, help="tokens of a continuation (128)")
     parser.add_argument("--temperature", type=float, default=0.0, help="of the continuations (0: greedy)")
-    parser.add_argument("--generate-batch", type=positive, default=64, help="prompts continued at once (64)")
+    parser.add_argument(
+        "--parts", nargs="+", default=[], metavar="ROLE=NAME[:OPTION=VALUE,...]",
+        help="parts of the engine that makes the continuations (attention=triton, scheduler=static:batch_size=512)",
+    )  # fmt: skip
+    parser.add_argument("--sequences", type=positive, default=64, help="prompts continued at once (64)")
     parser.add_argument("--seed", type=int, default=0, help="draws prompts, texts and batches (0)")
     parser.add_argument("--dtype", default="auto", help="auto, float32, float16, bfloat16 (auto: the checkpoint's)")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
 
 
 def execute(args: argparse.Namespace) -> int:
-    started = now_s()
-    trainer, options = _trainer(args.method)
-    training, texts_s = _prepare(args, started)
+    started, catalogue = _now_s(), load_catalogue()
+    trainer, options = _trainer(args.method, catalogue)
+    training = _prepare(args, catalogue, started)
+    texts_s = _now_s() - started
     figures = trainer.train(options, training)
-    total = {"texts": len(training.samples), "texts_s": texts_s, "total_s": now_s() - started}
-    print(json.dumps({**figures, **total, "output": str(args.output)}, indent=2))
+    spent = {"texts": len(training.samples), "texts_s": texts_s, "total_s": _now_s() - started}
+    print(json.dumps({**figures, **training.about, **spent, "output": str(args.output)}, indent=2))
     return 0
 
 
-def _trainer(text: str) -> tuple[Trainer, Any]:
+def _now_s() -> float:
+    return now_ns() / 1e9
+
+
+def _checked(kind: Any, text: str, where: str) -> Any:
+    """Options out of `KEY=VALUE,...`. Raises `UserError` for wrong ones."""
+    report = Report()
+    options = check_struct(parse_options(text, where), kind, (where,), report)
+    report.raise_any()
+    return options
+
+
+def _usable(registered: Registered, role: str) -> Registered:
+    if registered.unavailable:
+        raise Unsupported(f"{role} {registered.component.name!r} {registered.unavailable}")
+    return registered
+
+
+def _trainer(text: str, catalogue: Catalogue) -> tuple[Trainer, Any]:
     """Raises `UserError` for a decoder that there is not, that trains nothing, or whose options are wrong."""
     name, _, given = text.partition(":")
-    catalogue = load_catalogue()
-    able = [each.component.name for each in catalogue.all(Role.DECODER) if each.component.trainer is not None]
-    registered: Registered = catalogue.find(Role.DECODER, name)
-    trainer = registered.component.trainer
+    trainer = _usable(catalogue.find(Role.DECODER, name), "decoder").component.trainer
     if trainer is None:
+        able = [each.component.name for each in catalogue.all(Role.DECODER) if each.component.trainer is not None]
         raise UserError(f"decoder {name!r} has nothing to train", where="--method", hint=f"one of {', '.join(able)}")
-    if registered.unavailable:
-        raise Unsupported(f"decoder {name!r} {registered.unavailable}")
-    report = Report()
-    kind: Any = trainer.options
-    options = check_struct(parse_options(given, "--method"), kind, ("--method",), report)
-    report.raise_any()
-    return trainer, options
+    return trainer, _checked(trainer.options, given, "--method")
 
 
-def _prepare(args: argparse.Namespace, started: float) -> tuple[HeadTraining, float]:
-    import torch
+def _parts(given: list[str], catalogue: Catalogue) -> dict[Role, Choice]:
+    """The default parts, but for those that are named."""
+    wanted = dict(DEFAULT_PARTS)
+    for text in given:
+        role, _, choice = text.partition("=")
+        if role not in wanted or not choice:
+            raise UserError(f"{text!r} names no part", where="--parts", hint=f"ROLE=NAME of {', '.join(wanted)}")
+        wanted[role] = choice
+    parts = {}
+    for role in PART_ROLES:
+        name, _, options = wanted[role.value].partition(":")
+        registered = _usable(catalogue.find(role, name), role.value)
+        parts[role] = Choice(registered, _checked(registered.component.options, options, "--parts"))
+    return parts
 
-    from infermix.engine.loader import load_model, load_tokenizer
-    from infermix.roles.training import HeadTraining
-    from infermix.workload.training_prompts import training_prompts
+
+def _engine(args: argparse.Namespace, catalogue: Catalogue) -> Any:
+    from infermix.engine.assembly import assemble
+    from infermix.engine.components import NativeOptions
+    from infermix.roles.engine import EngineContext
 
     source = locate_model(ModelSource(source=args.model), Path.cwd())
     facts = read_model_facts(source, dtype=args.dtype)
-    device = machine_facts(args.device).device
-    tokenizer = load_tokenizer(source)
-    if tokenizer is None:
+    longest = args.prompt_tokens + args.new_tokens
+    if longest > facts.max_position_embeddings:
+        raise UserError(
+            f"{longest} tokens are more than the {facts.max_position_embeddings} positions of the model",
+            where="--prompt-tokens", hint="lower it, or --new-tokens",
+        )  # fmt: skip
+    context = EngineContext(
+        source=source, facts=facts, machine=machine_facts(args.device), dtype=facts.dtype,
+        parts=_parts(args.parts, catalogue), max_model_len=longest, max_num_seqs=args.sequences, seed=args.seed,
+        clock_ns=now_ns, base=Path.cwd(), find=catalogue.find,
+    )  # fmt: skip
+    return assemble(NativeOptions(mixed_graph_tokens=0), context)
+
+
+def _prepare(args: argparse.Namespace, catalogue: Catalogue, started: float) -> HeadTraining:
+    from infermix.roles.training import HeadTraining
+    from infermix.workload.training_prompts import training_prompts
+
+    engine = _engine(args, catalogue)
+    if engine.tokenizer is None:
         raise UserError("the model has no tokenizer, so no corpus can be read", where=args.model)
-    most = min(args.prompt_tokens, facts.max_position_embeddings - args.new_tokens)
     prompts = training_prompts(
-        args.corpus, tokenizer, exclude=args.exclude, max_tokens=most, base=Path.cwd(), seed=args.seed
-    )[: args.prompts]
-    loaded = load_model(source, facts, dtype=facts.dtype, device=device, seed=args.seed)
-    model: Any = loaded.model
+        args.corpus, engine.tokenizer, exclude=args.exclude, max_tokens=args.prompt_tokens, base=Path.cwd(),
+        seed=args.seed,
+    )[: args.prompts]  # fmt: skip
+    made = _texts(args, engine, prompts, started)
+    model = engine.model
+    engine.close()
     if getattr(model, "_supports_sdpa", False):
         model.set_attn_implementation("sdpa")
-    if device != "cpu":
-        torch.backends.cuda.matmul.allow_tf32 = True
-    begun = now_s()
-    samples, held_out = _texts(args, model, prompts, loaded.eos_token_ids, started)
-    training = HeadTraining(
-        model=model, samples=samples, held_out=held_out, batch_tokens=args.batch_tokens,
+    held = max(1, int(_HELD_OUT * len(made)))
+    return HeadTraining(
+        model=model, samples=tuple(made[held:]), held_out=tuple(made[:held]), batch_tokens=args.batch_tokens,
         learning_rate=args.learning_rate, seed=args.seed, output=args.output,
-        about={"base_model": source.label, "tokens": sum(len(each.token_ids) for each in samples)},
-        share_done=_share_done(args, started, now_s()), progress=_tell,
+        about={"base_model": args.model, "output_tokens": sum(each.num_output_tokens for each in made)},
+        share_done=_share_done(args, started, _now_s()), progress=_tell,
     )  # fmt: skip
-    return training, now_s() - begun
 
 
-def _texts(
-    args: argparse.Namespace, model: Any, prompts: list[Any], eos_token_ids: tuple[int, ...], started: float
-) -> tuple[tuple[OwnOutput, ...], tuple[OwnOutput, ...]]:
-    """Texts to train on, and a few to judge by."""
+def _texts(args: argparse.Namespace, engine: Any, prompts: list[Any], started: float) -> list[OwnOutput]:
+    """Shuffled, since short texts end first."""
+    import random
+
     from infermix.engine.self_output import own_outputs
 
     limit = args.time_limit_s
 
-    def go_on(fraction: float) -> bool:
-        print(f"texts {fraction:.0%}", file=sys.stderr)
-        return limit is None or now_s() - started < _SHARE_FOR_TEXTS * limit
+    def go_on(num_done: int) -> bool:
+        return limit is None or not num_done or _now_s() - started < _SHARE_FOR_TEXTS * limit
 
     made = own_outputs(
-        model, prompts, max_new_tokens=args.new_tokens, temperature=args.temperature, batch=args.generate_batch,
-        eos_token_ids=eos_token_ids, seed=args.seed, go_on=go_on,
-    )  # fmt: skip
-    long_enough = [each for each in made if len(each.token_ids) > each.num_prompt_tokens + 1]
-    if len(long_enough) < 2:
+        engine, prompts, max_new_tokens=args.new_tokens, temperature=args.temperature, seed=args.seed, go_on=go_on
+    )
+    kept = [each for each in made if each.num_output_tokens > 1]
+    print(f"{len(kept)} texts of {len(prompts)} prompts in {_now_s() - started:.0f} s", file=sys.stderr)
+    if len(kept) < 2:
         raise UserError("the model ends its texts at once", where=", ".join(args.corpus), hint="give other prompts")
-    held = max(1, int(_HELD_OUT * len(long_enough)))
-    return tuple(long_enough[held:]), tuple(long_enough[:held])
+    random.Random(args.seed).shuffle(kept)
+    return kept
 
 
 def _share_done(args: argparse.Namespace, started: float, begun: float) -> Callable[[int], float]:
@@ -154,7 +192,7 @@ def _share_done(args: argparse.Namespace, started: float, begun: float) -> Calla
         if args.time_limit_s is None:
             return min(1.0, by_steps)
         left = max(args.time_limit_s - (begun - started), 1e-9)
-        return min(1.0, max(by_steps, (now_s() - begun) / left))
+        return min(1.0, max(by_steps, (_now_s() - begun) / left))
 
     return share
 

@@ -106,6 +106,11 @@ class NativeEngine:
         self._add(child)
 
     @property
+    def model(self) -> Any:
+        """The module that is driven; with `close` it gets its own attention back."""
+        return self._joint.model
+
+    @property
     def has_work(self) -> bool:
         return bool(self._live)
 

@@ -1,83 +1,41 @@
-"""Texts of a model's own: what it makes of prompts, by transformers' `generate` in batches."""
+"""Texts of a model's own: what it makes of prompts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from typing import Any
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
+from infermix.roles.request import Request, SamplingParams
 from infermix.roles.training import OwnOutput
 
-Prompt = tuple[int, ...]
+if TYPE_CHECKING:
+    from infermix.roles.engine import Engine
 
 
 def own_outputs(
-    model: Any,
-    prompts: Seq[Prompt],
+    engine: Engine,
+    prompts: Seq[tuple[int, ...]],
     *,
     max_new_tokens: int,
-    temperature: float,
-    batch: int,
-    eos_token_ids: tuple[int, ...],
+    temperature: float = 0.0,
     seed: int = 0,
-    go_on: Callable[[float], bool] = lambda fraction: True,
+    go_on: Callable[[int], bool] = lambda num_done: True,
 ) -> list[OwnOutput]:
-    """One text per prompt, `batch` prompts of similar length at once, until `go_on(fraction done)` says no.
+    """Texts in the order in which they ended, until `go_on(number done)` says no; the others are left out.
 
-    Which prompts have had their turn by then is random, not their order by length.
+    The engine must be idle, and is so again afterwards.
     """
-    devices = [model.device] if model.device.type == "cuda" else []
+    for index, prompt in enumerate(prompts):
+        sampling = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed + index)
+        engine.submit(Request(request_id=str(index), prompt_ids=prompt, sampling=sampling))
+    tokens: dict[str, list[int]] = {}
     made: list[OwnOutput] = []
-    with torch.random.fork_rng(devices), torch.inference_mode():
-        torch.manual_seed(seed)
-        groups = list(_groups(prompts, batch))
-        order = torch.randperm(len(groups)).tolist()
-        for done, index in enumerate(order):
-            made += _continue(model, groups[index], max_new_tokens, temperature, eos_token_ids)
-            if not go_on((done + 1) / len(order)):
-                break
+    while engine.has_work and go_on(len(made)):
+        for event in engine.step():
+            tokens.setdefault(event.request_id, []).extend(event.token_ids)
+            if event.finish_reason is not None:
+                prompt = prompts[int(event.request_id)]
+                made.append(OwnOutput((*prompt, *tokens.pop(event.request_id)), len(prompt)))
+    engine.reset()
     return made
-
-
-def _groups(prompts: Seq[Prompt], batch: int) -> Iterator[list[Prompt]]:
-    ordered = sorted(prompts, key=len)
-    for start in range(0, len(ordered), batch):
-        yield ordered[start : start + batch]
-
-
-def _continue(
-    model: Any, prompts: list[Prompt], max_new_tokens: int, temperature: float, eos_token_ids: tuple[int, ...]
-) -> list[OwnOutput]:
-    from transformers import GenerationConfig
-
-    ids, mask = _padded_left(prompts, eos_token_ids[0] if eos_token_ids else 0, model.device)
-    sampling = (
-        {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature > 0 else {"do_sample": False}
-    )
-    config = GenerationConfig(
-        max_new_tokens=max_new_tokens,
-        eos_token_id=list(eos_token_ids) or None,
-        pad_token_id=eos_token_ids[0] if eos_token_ids else 0,
-        **sampling,
-    )
-    rows = model.generate(input_ids=ids, attention_mask=mask, generation_config=config)[:, ids.shape[1] :].tolist()
-    return [
-        OwnOutput((*prompt, *_until_end(row, eos_token_ids)), len(prompt))
-        for prompt, row in zip(prompts, rows, strict=True)
-    ]
-
-
-def _padded_left(prompts: list[Prompt], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    width = max(map(len, prompts))
-    ids = torch.tensor([[*[pad] * (width - len(prompt)), *prompt] for prompt in prompts])
-    mask = torch.tensor([[*[0] * (width - len(prompt)), *[1] * len(prompt)] for prompt in prompts])
-    return ids.to(device), mask.to(device)
-
-
-def _until_end(row: list[int], eos_token_ids: tuple[int, ...]) -> list[int]:
-    """The token that ends the text belongs to it."""
-    end = next((index for index, token in enumerate(row) if token in eos_token_ids), len(row) - 1)
-    return row[: end + 1]

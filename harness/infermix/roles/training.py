@@ -18,6 +18,10 @@ class OwnOutput:
     token_ids: tuple[int, ...]
     num_prompt_tokens: int
 
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
 
 @dataclass(frozen=True, kw_only=True)
 class HeadTraining:
