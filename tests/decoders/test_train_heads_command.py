@@ -19,7 +19,9 @@ Build = Callable[..., Any]
 class Letters:
     """A tokenizer of one token per letter, with or without a chat template."""
 
-    eos_token_ids, bos_token_id, vocab_size = (0,), None, 128
+    eos_token_ids: tuple[int, ...] = (0,)
+    bos_token_id: int | None = None
+    vocab_size = 128
 
     def __init__(self, chats: bool) -> None:
         self._chats = chats
