@@ -50,7 +50,7 @@ def train_eagle(options: EagleTraining, training: HeadTraining) -> dict[str, Any
             (options.own_features * one_pass(seen, own)[1]).backward()
         return total
 
-    figures = train(draft, training, teacher, step_loss)
+    figures = train([(list(draft.parameters()), 1.0)], training, teacher, step_loss)
     right = measure_eagle(draft, teacher, training)
     dtype = teacher.head.weight.dtype
     tensors = {name: tensor.to(dtype) for name, tensor in draft.state_dict().items()}

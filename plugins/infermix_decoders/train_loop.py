@@ -86,19 +86,26 @@ def batches(texts: Seq[OwnOutput], batch_tokens: int, seed: int) -> Iterator[lis
 
 
 def train(
-    parts: nn.Module, training: HeadTraining, teacher: Teacher, step_loss: Callable[[Seen], float]
+    groups: Seq[tuple[Seq[nn.Parameter], float]],
+    training: HeadTraining,
+    teacher: Teacher,
+    step_loss: Callable[[Seen], float],
 ) -> dict[str, float]:
     """Adam under a cosine; `step_loss` runs backward itself and returns the loss. The figures tell how it went.
 
-    Raises `Unsupported` when the loss stops being a number.
+    `groups` are parameters, each with the share of the learning rate that they get. Raises `Unsupported` when the
+    loss stops being a number.
     """
-    parameters = [parameter for parameter in parts.parameters() if parameter.requires_grad]
-    optimiser = torch.optim.AdamW(parameters, lr=training.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+    parameters = [parameter for group, _ in groups for parameter in group]
+    optimiser = torch.optim.AdamW(
+        [{"params": list(group), "share": share} for group, share in groups],
+        lr=training.learning_rate, betas=(0.9, 0.95), weight_decay=0.0,
+    )  # fmt: skip
     source = batches(training.samples, training.batch_tokens, training.seed)
     losses: list[float] = []
     while (share := training.share_done(len(losses))) < 1:
         for group in optimiser.param_groups:
-            group["lr"] = training.learning_rate * _schedule(share)
+            group["lr"] = training.learning_rate * group["share"] * _schedule(share)
         optimiser.zero_grad(set_to_none=True)
         loss = step_loss(teacher.see(as_batch(next(source), teacher.device)))
         if not math.isfinite(loss):

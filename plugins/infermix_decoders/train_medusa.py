@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from infermix_decoders.tree_options import MedusaTraining
 
 
+#: Of the learning rate, for the large matrices: they begin as the model's own, which knows words that the texts lack.
+_OUTPUT_SHARE = 0.3
+
+
 def train_medusa(options: MedusaTraining, training: HeadTraining) -> dict[str, Any]:
     """Frozen base, all heads at once. Returns losses, and how often each head is right on held-out text."""
     teacher = Teacher(training.model)
@@ -38,7 +42,9 @@ def train_medusa(options: MedusaTraining, training: HeadTraining) -> dict[str, A
             total += float(loss.detach())
         return total
 
-    figures = train(heads, training, teacher, step_loss)
+    outputs = [head[-1].weight for head in heads]  # type: ignore[index]
+    blocks = [each for each in heads.parameters() if all(each is not output for output in outputs)]
+    figures = train([(blocks, 1.0), (outputs, _OUTPUT_SHARE)], training, teacher, step_loss)
     accuracy = measure_medusa(heads, teacher, training)
     config = {
         "model_type": "medusa", "medusa_num_heads": options.num_heads, "medusa_num_layers": options.num_layers,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,9 @@ class Letters:
 
     def encode(self, text: str) -> list[int]:
         return [ord(letter) % 128 for letter in text]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return "".join(map(chr, token_ids))
 
     def apply_chat(self, messages: Any) -> list[int]:
         from infermix.errors import UserError

@@ -23,7 +23,7 @@ LEAST = {"medusa": 1.8, "eagle": 2.2}
 #: Of a GPU: parts that are fast with many sequences at once, and large batches.
 ON_GPU = [
     "--device", "cuda", "--dtype", "bfloat16", "--parts", "attention=triton", "scheduler=static:batch_size=512",
-    "--sequences", "512", "--prompts", "10000", "--batch-tokens", "16384", "--steps", "100000",
+    "--sequences", "512", "--prompts", "10000", "--batch-tokens", "8192", "--steps", "100000",
 ]  # fmt: skip
 ON_CPU = ["--device", "cpu", "--prompts", "16", "--new-tokens", "16", "--steps", "4", "--batch-tokens", "256"]
 
