@@ -53,6 +53,16 @@ def test_attention_is_tuned_for_the_classes_of_a_model(tmp_path: Path) -> None:
     assert tune_all(shapes, tmp_path, CPU, measure=_prefer()).measured == []
 
 
+def test_rows_that_hold_their_values_are_a_class_of_their_own(tmp_path: Path) -> None:
+    model = ModelShape(
+        num_heads=2, num_kv_heads=1, key_dim=24, value_dim=16, block_size=16, dtype=torch.float32, shared_values=True
+    )
+    shapes = TuneShapes(attention=[model], max_context_len=16, max_num_seqs=1)
+    report = tune_all(shapes, tmp_path, CPU, measure=_prefer(num_warps=8))
+    assert {key.split()[1] for key in report.measured} == {"latent"}
+    assert len(LaunchTable(tmp_path, CPU)) == len(report.measured)
+
+
 def test_linears_are_tuned_and_use_what_was_found(tmp_path: Path) -> None:
     linears = [LinearShape("skinny", 40, 64), LinearShape("int8", 40, 64)]
     shapes = TuneShapes(linears=linears, rows=(1, 2))
