@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 #: FP8 products need tensor cores of compute capability 8.9, tinygemm's int4 products those of 8.0.
 _FP8_CAPABILITY, _INT4_CAPABILITY = 89, 80
+#: Rows of tinygemm's weights come in multiples of this many.
+_PADDED = 1024
 
 
 class TorchaoOptions(QuantizerOptions, frozen=True, kw_only=True):
@@ -45,15 +47,27 @@ def _needs(options: TorchaoOptions, model: ModelFacts, machine: MachineFacts) ->
 
 
 def _int4_needs(options: TorchaoOptions, model: ModelFacts, machine: MachineFacts) -> Features:
-    """On a GPU the kernels compute in bf16; on a CPU groups of 256 are not packed."""
+    """On a GPU the kernels compute in bf16 and rows are padded; on a CPU groups of 256 are not packed."""
     needs = {"device:cpu|device:cuda"} | _capable(machine, _INT4_CAPABILITY)
     if machine.device.startswith("cuda"):
-        needs.add("dtype:bfloat16")
+        needs |= {"dtype:bfloat16", *_padded(options, model)}
     elif options.group_size == 256:
         needs.add("device:cuda")
     if options.skip == TorchaoOptions().skip:
         needs |= group_needs(model, options.group_size)
     return frozenset(needs)
+
+
+def _padded(options: TorchaoOptions, model: ModelFacts) -> set[str]:
+    """Rows whose padding takes more than the numbers themselves are refused: little would be saved."""
+    widths = sorted(each.in_features for each in model.matrices if each.kind in ("attention", "mlp", "shared_expert"))
+    short = [width for width in widths if -(-width // _PADDED) * _PADDED > 2 * width]
+    known = options.skip == TorchaoOptions().skip
+    return (
+        {f"inputs:{_PADDED // 2} or more, since rows are padded to {_PADDED}, not {short[0]}"}
+        if short and known
+        else set()
+    )
 
 
 def _capable(machine: MachineFacts, minimum: int) -> Features:

@@ -223,6 +223,8 @@ def test_plan_refuses_what_the_device_cannot() -> None:
     assert any("sm:89" in problem for problem in _problems("torchao", old, method="fp8_dynamic"))
     assert any("device:cuda" in problem for problem in _problems("torchao", cpu, method="int4", group_size=256))
     assert _problems("torchao", cpu, method="int4", group_size=128) == ()
+    padded = _problems("torchao", old, method="int4", group_size=128)
+    assert any("inputs:512 or more, since rows are padded to 1024, not 256" in problem for problem in padded)
 
 
 @pytest.mark.parametrize("package", ["bitsandbytes", "torchao", "hqq"])

@@ -58,7 +58,7 @@ def not_here(component: Component, options: Any, machine: MachineFacts, dtype: s
     unmet = [
         need
         for need in sorted(needs)
-        if need.startswith(("device:", "sm:", "weights:")) and not meets(need, machine.provides)
+        if need.startswith(("device:", "sm:", "weights:", "inputs:")) and not meets(need, machine.provides)
     ]
     if unmet:
         return f"{component.name} needs {', '.join(unmet)}"
