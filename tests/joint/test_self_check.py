@@ -8,7 +8,7 @@ import packed_walk as walk
 import pytest
 import torch
 from infermix.engine.bridge import Joint
-from infermix.engine.self_check import self_check
+from infermix.engine.self_check import collect_reference, self_check
 from infermix.engine.walk import Piece, steps
 from infermix.errors import Unsupported, WrongResult
 from infermix_reference.attention_eager import EagerAttention
@@ -39,6 +39,52 @@ def test_right_parts_pass(family: str, dtype: torch.dtype) -> None:
 def test_wrong_parts_fail(family: str, mutant: type[EagerAttention], dtype: torch.dtype) -> None:
     with pytest.raises(WrongResult, match="self-check failed"):
         check(tiny_model(family).to(dtype), mutant(), dtype)
+
+
+class _TogetherRounded(torch.nn.Module):
+    """Activations in 8 bits with one scale for all tokens of a forward."""
+
+    def __init__(self, linear: torch.nn.Module) -> None:
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = x.abs().amax() / 127
+        return self.linear(torch.round(x / scale) * scale)
+
+
+def _rounded_model() -> Any:
+    model = tiny_model("llama")
+    for layer in model.model.layers:
+        layer.mlp.down_proj = _TogetherRounded(layer.mlp.down_proj)
+        layer.self_attn.o_proj = _TogetherRounded(layer.self_attn.o_proj)
+    return model
+
+
+def _check_rounded(attention: Any, rounded: bool, kind: type[Joint] = Joint) -> dict[str, Any]:
+    model = _rounded_model()
+    joint = kind(model)
+    reference = collect_reference(model, joint, rounded=rounded)
+    device = torch.device("cpu")
+    return self_check(
+        model, joint, attention, PagedLayout(4), device=device, dtype=torch.float32, reference=reference
+    )
+
+
+def test_tokens_that_are_rounded_together_pass_as_far_as_the_model_itself_varies() -> None:
+    """What a step computes depends on its company then, in the model's own forward as in ours."""
+    report = _check_rounded(EagerAttention(), rounded=True)
+    assert 1e-4 < report["relative_error"] <= report["tolerance"] < 0.1
+    with pytest.raises(WrongResult, match="self-check failed"):
+        _check_rounded(EagerAttention(), rounded=False)
+
+
+@pytest.mark.parametrize("mutant", [walk.WrongScale, walk.Leaking])
+def test_wrong_parts_fail_under_rounding_too(mutant: type[EagerAttention]) -> None:
+    with pytest.raises(WrongResult, match="self-check failed"):
+        _check_rounded(mutant(), rounded=True)
+    with pytest.raises(WrongResult):
+        _check_rounded(EagerAttention(), True, walk.ShiftedJoint)
 
 
 def test_an_ignored_window_fails() -> None:

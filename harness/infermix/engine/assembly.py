@@ -282,7 +282,9 @@ def _collect_reference(build: Assembly, model: torch.nn.Module, layout: KVLayout
     with build.phase("reference"):
         joint = make_joint(model, build.context.facts, layout)
         joint.detach()
-        build.reference = collect_reference(model, joint, seed=build.context.seed, of=of)
+        build.reference = collect_reference(
+            model, joint, seed=build.context.seed, of=of, rounded=not build.lossless(Role.QUANTIZER)
+        )
 
 
 def _load(build: Assembly) -> tuple[LoadedModel, Any]:

@@ -52,7 +52,8 @@ class Reference:
     """Random sequences and what the model says to them: the last rows of its own eager full forward, fp32 on the CPU.
 
     `of` names the state of the model that was asked, for the record. `judge` is how rows are to be compared,
-    `noise_floor` how far transformers' own eager and SDPA attention are apart on these rows by that measure.
+    `noise_floor` how far apart the model's own answers are by that measure: with transformers' eager and SDPA
+    attention, and for rounded activations with fewer tokens in a forward.
     """
 
     sequences: tuple[tuple[int, ...], ...]
@@ -64,9 +65,17 @@ class Reference:
 
 
 def collect_reference(
-    model: nn.Module, joint: Joint, *, seed: int = 0, lengths: Sequence[int] = LENGTHS, of: str = "the model"
+    model: nn.Module,
+    joint: Joint,
+    *,
+    seed: int = 0,
+    lengths: Sequence[int] = LENGTHS,
+    of: str = "the model",
+    rounded: bool = False,
 ) -> Reference:
     """First half of the check: ask the model as it is now. `joint` is detached.
+
+    `rounded`: linears may round activations to few bits, each row or all of them together.
 
     Whatever changes the model without being allowed to change its logits (a lossless quantizer, model transforms)
     has to come afterwards, so that the check covers it.
@@ -77,13 +86,14 @@ def collect_reference(
     sequences = random_sequences(lengths, _vocab_size(model), seed)
     logits = tuple(full_logits(joint, ids, _KEPT_ROWS) for ids in sequences)
     judge = _judge(joint)
+    company = _company_floor(joint, sequences, logits, judge) if rounded else 0.0
     return Reference(
         sequences=tuple(map(tuple, sequences)),
         logits=logits,
         windows_crossed=len(crossed) == len(windows),
         of=of,
         judge=judge,
-        noise_floor=_noise_floor(joint, sequences, logits, judge),
+        noise_floor=max(_noise_floor(joint, sequences, logits, judge), company),
     )
 
 
@@ -204,6 +214,23 @@ def _noise_floor(joint: Joint, sequences: Sequence[Sequence[int]], full: Sequenc
     if joint.model.dtype.itemsize >= 4 or not joint.has_sdpa:
         return 0.0
     return JUDGES[judge]([full_logits(joint, ids, _KEPT_ROWS, "sdpa") for ids in sequences], full)
+
+
+def _company_floor(joint: Joint, sequences: Sequence[Sequence[int]], full: Sequence[Tensor], judge: str) -> float:
+    """How far the model's own logits of a token are from those that it gives when fewer tokens follow.
+
+    A causal model gives the same ones but for rounding. Where activations are rounded to 8 bits, the last bit of a
+    sum decides between two steps; LLM.int8 also chooses the columns that it keeps in 16 bits for all tokens at once.
+    """
+    seen, expected = [], []
+    for ids, rows in zip(sequences, full, strict=True):
+        for end in {len(ids) // 3, 2 * len(ids) // 3} - {0}:
+            shorter, first = full_logits(joint, ids[:end], _KEPT_ROWS), len(ids) - len(rows)
+            start = max(first, end - len(shorter))
+            if start < end:
+                seen.append(shorter[start - end :])
+                expected.append(rows[start - first : end - first])
+    return JUDGES[judge](seen, expected)
 
 
 def _packed_or_refused(
