@@ -79,6 +79,15 @@ def test_tokens_that_are_rounded_together_pass_as_far_as_the_model_itself_varies
         _check_rounded(EagerAttention(), rounded=False)
 
 
+def test_a_model_that_rounds_nothing_gains_no_tolerance() -> None:
+    """Weights alone are rounded: what batch sizes change is all that the model varies by."""
+    model = tiny_model("llama")
+    assert collect_reference(model, Joint(model), rounded=True).noise_floor < 2e-4
+    rounding = _rounded_model()
+    assert collect_reference(rounding, Joint(rounding), rounded=True).noise_floor > 1e-3
+    assert collect_reference(rounding, Joint(rounding)).noise_floor == 0
+
+
 @pytest.mark.parametrize("mutant", [walk.WrongScale, walk.Leaking])
 def test_wrong_parts_fail_under_rounding_too(mutant: type[EagerAttention]) -> None:
     with pytest.raises(WrongResult, match="self-check failed"):

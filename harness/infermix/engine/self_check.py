@@ -36,7 +36,8 @@ MAX_CROSSED_WINDOW = 1024
 _CROSSED_BY = 40
 _KEPT_ROWS = 32
 
-#: fp32 rows of one linear differ by 3e-5 between batch sizes.
+#: fp32 rows of one linear differ by this much (relative) between batch sizes.
+_BATCH_NOISE = 3e-5
 _FLOAT32_TOLERANCE = 1e-4
 #: Our error may be this many times what separates two of transformers' own attention implementations.
 _FLOOR_FACTOR = 2
@@ -53,7 +54,7 @@ class Reference:
 
     `of` names the state of the model that was asked, for the record. `judge` is how rows are to be compared,
     `noise_floor` how far apart the model's own answers are by that measure: with transformers' eager and SDPA
-    attention, and for rounded activations with fewer tokens in a forward.
+    attention, and for rounded activations with fewer tokens in a forward and with embeddings off by rounding.
     """
 
     sequences: tuple[tuple[int, ...], ...]
@@ -86,14 +87,16 @@ def collect_reference(
     sequences = random_sequences(lengths, _vocab_size(model), seed)
     logits = tuple(full_logits(joint, ids, _KEPT_ROWS) for ids in sequences)
     judge = _judge(joint)
-    company = _company_floor(joint, sequences, logits, judge) if rounded else 0.0
+    floors = [_noise_floor(joint, sequences, logits, judge)]
+    if rounded:
+        floors += [_company_floor(joint, sequences, logits, judge), _nudged_floor(joint, sequences, logits, judge)]
     return Reference(
         sequences=tuple(map(tuple, sequences)),
         logits=logits,
         windows_crossed=len(crossed) == len(windows),
         of=of,
         judge=judge,
-        noise_floor=max(_noise_floor(joint, sequences, logits, judge), company),
+        noise_floor=max(floors),
     )
 
 
@@ -219,8 +222,8 @@ def _noise_floor(joint: Joint, sequences: Sequence[Sequence[int]], full: Sequenc
 def _company_floor(joint: Joint, sequences: Sequence[Sequence[int]], full: Sequence[Tensor], judge: str) -> float:
     """How far the model's own logits of a token are from those that it gives when fewer tokens follow.
 
-    A causal model gives the same ones but for rounding. Where activations are rounded to 8 bits, the last bit of a
-    sum decides between two steps; LLM.int8 also chooses the columns that it keeps in 16 bits for all tokens at once.
+    A causal model gives the same ones but for rounding. LLM.int8, as its library does it, chooses the columns that it
+    keeps in 16 bits for all tokens of a forward at once.
     """
     seen, expected = [], []
     for ids, rows in zip(sequences, full, strict=True):
@@ -231,6 +234,24 @@ def _company_floor(joint: Joint, sequences: Sequence[Sequence[int]], full: Seque
                 seen.append(shorter[start - end :])
                 expected.append(rows[start - first : end - first])
     return JUDGES[judge](seen, expected)
+
+
+def _nudged_floor(joint: Joint, sequences: Sequence[Sequence[int]], full: Sequence[Tensor], judge: str) -> float:
+    """How far the model's own logits move when its embeddings move by what batch sizes alone change in a linear.
+
+    A sum that lies between two steps of 8-bit activations falls to either side, and everything behind it with it.
+    """
+    draw = torch.Generator().manual_seed(0)
+    size = max(_BATCH_NOISE, torch.finfo(joint.model.dtype).eps)
+
+    def nudge(_: Any, __: Any, embedded: Tensor) -> Tensor:
+        return embedded * (1 + size * torch.randn(embedded.shape, generator=draw).to(embedded))
+
+    hook = joint.model.get_input_embeddings().register_forward_hook(nudge)
+    try:
+        return JUDGES[judge]([full_logits(joint, ids, _KEPT_ROWS) for ids in sequences], full)
+    finally:
+        hook.remove()
 
 
 def _packed_or_refused(
