@@ -89,7 +89,8 @@ def collect_reference(
     judge = _judge(joint)
     floors = [_noise_floor(joint, sequences, logits, judge)]
     if rounded:
-        floors += [_company_floor(joint, sequences, logits, judge), _nudged_floor(joint, sequences, logits, judge)]
+        nudged = _nudged_floor(joint, sequences, logits, judge)
+        floors += [_company_floor(joint, sequences, logits, judge), nudged / _FLOOR_FACTOR]
     return Reference(
         sequences=tuple(map(tuple, sequences)),
         logits=logits,
@@ -239,7 +240,8 @@ def _company_floor(joint: Joint, sequences: Sequence[Sequence[int]], full: Seque
 def _nudged_floor(joint: Joint, sequences: Sequence[Sequence[int]], full: Sequence[Tensor], judge: str) -> float:
     """How far the model's own logits move when its embeddings move by what batch sizes alone change in a linear.
 
-    A sum that lies between two steps of 8-bit activations falls to either side, and everything behind it with it.
+    A sum that lies between two steps of 8-bit activations falls to either side, and everything behind it with it. The
+    nudge is as large as rounding gets, so it counts as the whole of what may be seen.
     """
     draw = torch.Generator().manual_seed(0)
     size = max(_BATCH_NOISE, torch.finfo(joint.model.dtype).eps)
