@@ -99,7 +99,8 @@ def _calibration(options: CalibratedOptions, context: EngineContext, tokenizer: 
 def _key(quantizer: IsolatedQuantizer, context: EngineContext, data: CalibrationData) -> str:
     content = [
         _VERSION, context.facts.digest, dict(context.source.config), context.machine.device, quantizer.name,
-        quantizer.script_sha256, dict(quantizer.options), data.digest, quantizer.environment.digest,
+        quantizer.script_sha256, dict(quantizer.options), quantizer.config_form, data.digest,
+        quantizer.environment.digest,
     ]  # fmt: skip
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:32]
 

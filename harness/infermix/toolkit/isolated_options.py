@@ -34,16 +34,15 @@ class GroupedOptions(CalibratedOptions, frozen=True, kw_only=True):
     symmetric: Symmetric = True
 
 
-def stored_bits(options: GroupedOptions) -> float:
-    """Bits per weight with 16-bit scales and, where they are fitted, zero points as wide as a weight."""
-    zero = 0 if options.symmetric else 8
-    return options.bits + ((16 + zero) / options.group_size if options.group_size else 0)
+def stored_bits(bits: int, group_size: int, *, symmetric: bool) -> float:
+    """Bits per weight with 16-bit scales and, where they are fitted, zero points of 8 bits; whole rows count none."""
+    return bits + ((16 if symmetric else 24) / group_size if group_size else 0)
 
 
-def described(options: GroupedOptions) -> str:
+def described(bits: int, group_size: int, *, symmetric: bool) -> str:
     """Such as `w4 group 64 symmetric`."""
-    size = f"group {options.group_size}" if options.group_size else "per channel"
-    return f"w{options.bits} {size} {'symmetric' if options.symmetric else 'asymmetric'}"
+    size = f"group {group_size}" if group_size else "per channel"
+    return f"w{bits} {size} {'symmetric' if symmetric else 'asymmetric'}"
 
 
 def needs_model(library: str, model_types: frozenset[str], model: ModelFacts) -> Features:
