@@ -53,7 +53,7 @@ def _build(options: AutoGptqOptions, context: None) -> Any:
     static = " static groups" if options.static_groups else ""
     return IsolatedQuantizer(
         name="auto_gptq",
-        method=f"auto-gptq {described(options)}{order}{static}",
+        method=f"auto-gptq {described(options.bits, options.group_size, symmetric=options.symmetric)}{order}{static}",
         environment=ENVIRONMENT,
         script=Path(__file__).with_name("worker.py"),
         group_size=options.group_size,
@@ -86,7 +86,7 @@ def infermix_quantizer() -> list[Component]:
             environment=ENVIRONMENT,
             needs=_needs,
             lossless=lambda options: False,
-            weight_bits=stored_bits,
+            weight_bits=lambda options: stored_bits(options.bits, options.group_size, symmetric=options.symmetric),
             source="https://github.com/AutoGPTQ/AutoGPTQ",
         )
     ]

@@ -1,0 +1,1 @@
+"""AWQ by the library autoawq, in an environment of its own."""
