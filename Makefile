@@ -6,7 +6,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: quickstart test test-full bench lint format install install-test schema clean
+.PHONY: quickstart environments test test-full bench lint format install install-test schema clean
 
 quickstart: install
 	unset OMP_NUM_THREADS; $(BIN)/infermix run experiments/quickstart.yaml
@@ -40,7 +40,12 @@ lint: install-test
 test: lint
 	$(BIN)/python -m pytest -q -n 2 -m 'not gpu and not full' tests
 
-test-full: lint
+# Parts whose libraries need versions of their own; several GB.
+environments: install
+	$(BIN)/infermix env create auto-gptq
+	$(BIN)/infermix env create autoawq
+
+test-full: lint environments
 	$(BIN)/python -m pytest -q -n 2 -m 'not gpu' tests
 	tests/versions/run transformers==5.17.0
 

@@ -1,4 +1,4 @@
-"""A stand-in for a library: rounds to nearest, 4 bits in groups of 32, as a GPTQ checkpoint of the first version.
+"""A stand-in for a library: rounds to nearest, 4 bits in groups of 16, as a GPTQ checkpoint of the first version.
 
 `options["fault"]` makes it go wrong in the ways that real libraries did.
 """
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 LIBRARIES = ("safetensors",)
-GROUP = 32
+GROUP = 16
 
 
 def load(job: Any) -> Any:

@@ -146,7 +146,8 @@ def test_everything_that_decides_the_result_is_in_the_key(context: EngineContext
     samples = CalibratedOptions(calibration=replace_struct(OPTIONS.calibration, seed=5))
     cases: list[tuple[IsolatedQuantizer, CalibratedOptions]] = [
         (plain, OPTIONS), (plain, samples), (_quantizer("zeros"), OPTIONS), (_quantizer(name="other"), OPTIONS),
-        (_quantizer(script=other_script), OPTIONS), (_quantizer(environment=environment), OPTIONS),
+        (_quantizer(config_form="transformers-4"), OPTIONS), (_quantizer(script=other_script), OPTIONS),
+        (_quantizer(environment=environment), OPTIONS),
     ]  # fmt: skip
     keys = {_key(each, context, _calibration(options, context, tokenizer)) for each, options in cases}
     assert len(keys) == len(cases)

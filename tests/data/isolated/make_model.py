@@ -29,10 +29,20 @@ def make() -> None:
         layer = model.model.layers[0]
         for linear in (layer.self_attn.q_proj, layer.self_attn.k_proj):
             linear.weight.mul_(1.5)
+        _spread(layer.input_layernorm, layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj)
+        _spread(layer.post_attention_layernorm, layer.mlp.gate_proj, layer.mlp.up_proj)
     model.half().save_pretrained(FOLDER)
     text = " ".join(WORDS[token] for token in _speak(model.float()))
     (FOLDER / "corpus.txt").write_text(text + "\n", encoding="utf-8")
     _tokenizer().save_pretrained(FOLDER)
+
+
+def _spread(norm: torch.nn.Module, *linears: torch.nn.Linear) -> None:
+    """Channels of very different size, as in real models, and the same function."""
+    scale = torch.randn(norm.weight.shape[0]).mul(0.3).exp()
+    norm.weight.mul_(scale)
+    for linear in linears:
+        linear.weight.div_(scale)
 
 
 def _speak(model: LlamaForCausalLM) -> list[int]:
