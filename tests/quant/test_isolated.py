@@ -76,7 +76,7 @@ def test_a_job_makes_a_checkpoint_once(context: EngineContext, seen: list[str], 
     assert 1 < gates["quantized_perplexity"] / gates["unquantized_perplexity"] < 1.5
     report = _read(made, context)
     assert report.method == "rtn of a stand-in"
-    assert report.bits_per_weight == pytest.approx(4.5, abs=0.2)
+    assert report.bits_per_weight == pytest.approx(5.0, abs=0.2)
     assert report.details["environment"] == {"name": "stand-in", "pins": ["nothing==1"]}
     assert report.details["calibration"]["token_ids_sha256"]
     assert report.details["versions"]["safetensors"]
