@@ -195,6 +195,15 @@ def test_decoder_emits_what_the_model_says(registered: Registered, given: dict[s
     conformance.check_decoder(component, options)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(("registered", "given"), _cases(Role.DECODER))
+def test_lossless_decoder_keeps_the_distribution(registered: Registered, given: dict[str, Any]) -> None:
+    component, options = _ready(registered, given)
+    if not component.lossless(options):
+        pytest.skip("it does not say that it is lossless")
+    conformance.check_distribution(component, options)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("registered", "given"), _cases(Role.QUANTIZER))
 def test_quantizer_keeps_its_word(registered: Registered, given: dict[str, Any], dtype: str) -> None:

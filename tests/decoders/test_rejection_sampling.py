@@ -2,96 +2,79 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
-import torch
-from infermix.roles.decoder import Forward, Want
-from infermix.roles.request import Request, SamplingParams, Sequence
-from infermix.roles.scheduler import Plan, Scheduled
-from infermix.toolkit.sampling import TokenSampler
+from infermix.toolkit import tree_verification
+from infermix.toolkit.conformance.distribution import (
+    DRAWS,
+    LIMITS,
+    VOCABULARY,
+    Bigrams,
+    chi_square,
+    draw_sequences,
+)
+from infermix.toolkit.tree_verification import DraftTree, TreeDecoder
+from infermix.toolkit.verification import VerifyingDecoder
 from infermix_decoders import speculative
 from infermix_decoders.draft_length import DraftLength
 from infermix_decoders.speculative import SpeculativeDecoder
 from torch import Tensor
 
-VOCAB = 5
-DRAWS = 20_000
 #: Enough to see a mutant.
 FEW = 5_000
-#: 0.9999 quantiles of chi-square for 4, 24 and 124 degrees of freedom.
-LIMITS = {1: 23.5, 2: 58.6, 3: 190.7}
 
 
-class Bigrams:
-    """A model whose next-token logits depend on the last token; several rows per sequence, tokens in flight."""
-
-    def __init__(self, seed: int, lanes: int, scale: float = 1.0) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        self.table = scale * torch.randn(VOCAB, VOCAB, generator=generator)
-        self.sampler = TokenSampler(lanes, VOCAB, torch.device("cpu"), ())
-        self.runner = self.space = self
-        self.weight_bytes = 1
-
-    def forward(self, plan: Plan, want: Want = Want()) -> Forward:
-        last: list[int] = []
-        sequences, positions = [], []
-        in_flight = self.sampler.next_ids.tolist()
-        for entry in plan.entries:
-            seq = entry.sequence
-            own = in_flight[seq.lane] if seq.num_inflight else seq.tokens[-1]
-            row = [own, *entry.draft_ids]
-            last += row
-            sequences += [seq] * len(row)
-            positions += [seq.num_tokens + index for index in range(len(row))]
-        lanes = torch.tensor([seq.lane for seq in sequences])
-        return Forward(self.table[torch.tensor(last)], sequences, lanes, positions if want.draft_logits else None)
-
-    def reserve(self, *given: Any) -> bool:
-        return True
-
-    def truncate(self, *given: Any) -> None:
-        """No KV."""
-
-    release = truncate
-
-
-def draw_sequences(num_drafts: int, length: int = 3, draws: int = DRAWS, **sampling: Any) -> Tensor:
-    """`[draws, length]` tokens drawn after token 0 by speculative decoding on two random bigram models."""
-    target, draft = Bigrams(1, draws), Bigrams(2, draws)
-    params = {"temperature": 1.0, "max_new_tokens": 64, **sampling}
-    sequences = []
-    for index in range(draws):
-        request = Request(request_id=str(index), prompt_ids=(0,), sampling=SamplingParams(seed=index, **params))
-        sequences.append(Sequence(index, request, [0], 1, lane=index))
+def drawn_by(num_drafts: int, length: int = 3, draws: int = DRAWS, **sampling: Any) -> Tensor:
+    """Tokens drawn by rejection sampling on two random bigram models."""
     decoder = SpeculativeDecoder(
-        draft,
+        Bigrams(2, draws),
         DraftLength(num_drafts, adaptive=False, cost_ratio=0.1),
         1024,
         acceptance="rejection",
         uniform_steps=False,
     )
-    running = sequences
-    while running:
-        plan = Plan([Scheduled(seq, 1) for seq in running])
-        for emission in decoder.collect(decoder.launch(plan, target, target.sampler)):
-            emission.sequence.tokens.extend(emission.token_ids)
-            emission.sequence.num_computed = len(emission.sequence.tokens) - 1
-        running = [seq for seq in running if len(seq.tokens) <= length]
-    return torch.tensor([seq.tokens[1 : length + 1] for seq in sequences])
+    return draw_sequences(decoder, Bigrams(1, draws), length, draws, **sampling)
 
 
-def chi_square(drawn: Tensor, table: Tensor, length: int, temperature: float = 1.0) -> float:
-    """Of the first `length` tokens against the target's joint distribution."""
-    p = torch.softmax(table.double() / temperature, -1)
-    joint, last = torch.ones(1, dtype=torch.float64), torch.zeros(1, dtype=torch.int64)
-    for _ in range(length):
-        joint = (joint[:, None] * p[last]).flatten()
-        last = torch.arange(VOCAB).repeat(len(last))
-    powers = VOCAB ** torch.arange(length - 1, -1, -1)
-    counts = torch.bincount((drawn[:, :length] * powers).sum(-1), minlength=VOCAB**length)
-    expected = joint * len(drawn)
-    return float(((counts - expected) ** 2 / expected).sum())
+class Guesses:
+    """Drafts that are wrong more often than right, each with its own coin."""
+
+    num_nodes, reads_hidden = 7, False
+
+    def __init__(self) -> None:
+        self._rng = random.Random(3)
+
+    def _line(self, count: int) -> list[int]:
+        return [self._rng.randrange(VOCABULARY) for _ in range(count)]
+
+    def propose(self, sequence: Any, limit: Any) -> Any:
+        """Of a sequence a line, of several sequences a tree each."""
+        if isinstance(limit, int):
+            return self._line(min(limit, 3))
+        return [DraftTree(tuple(self._line(7)), (-1, -1, -1, 0, 0, 1, 3)) for _ in sequence]
+
+    def observe(self, *given: Any) -> None:
+        """Nothing to learn."""
+
+    forget = observe
+
+
+@pytest.mark.parametrize("kind", [VerifyingDecoder, TreeDecoder], ids=["line", "tree"])
+def test_equal_draws_keep_the_distribution(kind: Any, table: Tensor) -> None:
+    """The acceptance rule of certain drafts, in a line and in a tree."""
+    decoder = kind(Guesses(), 3, 1024, uniform=False)
+    drawn = draw_sequences(decoder, Bigrams(1, DRAWS), 3, DRAWS)
+    assert decoder.counters()["accepted_draft_tokens"] > 0.1 * DRAWS
+    for length, limit in LIMITS.items():
+        assert chi_square(drawn, table, length) < limit
+
+
+def test_a_tree_that_takes_any_guess_is_seen(table: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tree_verification, "equal_draws", lambda tree, draws: (0,) if tree.tokens else ())
+    drawn = draw_sequences(TreeDecoder(Guesses(), 3, 1024, uniform=False), Bigrams(1, FEW), 2, FEW)
+    assert chi_square(drawn, table, 2) > LIMITS[2]
 
 
 @pytest.fixture(scope="module")
@@ -101,20 +84,20 @@ def table() -> Tensor:
 
 @pytest.mark.parametrize("num_drafts", [1, 3])
 def test_distribution_of_the_target(num_drafts: int, table: Tensor) -> None:
-    drawn = draw_sequences(num_drafts)
+    drawn = drawn_by(num_drafts)
     for length, limit in LIMITS.items():
         assert chi_square(drawn, table, length) < limit
 
 
 def test_with_temperature(table: Tensor) -> None:
-    drawn = draw_sequences(2, length=2, draws=FEW, temperature=1.7)
+    drawn = drawn_by(2, length=2, draws=FEW, temperature=1.7)
     assert chi_square(drawn, table, 2, temperature=1.7) < LIMITS[2]
     assert chi_square(drawn, table, 2, temperature=1.0) > LIMITS[2]
 
 
 def test_filters_apply_to_both_models(table: Tensor) -> None:
     """With top-k 2 only the target's two best tokens can follow, whatever the draft's two are."""
-    drawn = draw_sequences(2, length=2, draws=FEW, top_k=2)
+    drawn = drawn_by(2, length=2, draws=FEW, top_k=2)
     best = table.topk(2, dim=-1).indices
     assert bool((drawn[:, 0][:, None] == best[0]).any(-1).all())
     assert bool((drawn[:, 1][:, None] == best[drawn[:, 0]]).any(-1).all())
@@ -129,10 +112,10 @@ MUTANTS = {
 @pytest.mark.parametrize("residual", MUTANTS.values(), ids=MUTANTS)
 def test_a_wrong_residual_is_seen(residual: Any, table: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speculative, "residual", residual)
-    assert chi_square(draw_sequences(1, length=1, draws=FEW), table, 1) > LIMITS[1]
+    assert chi_square(drawn_by(1, length=1, draws=FEW), table, 1) > LIMITS[1]
 
 
 def test_accepting_on_shared_noise_is_seen(table: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     """The number that decides about a draft must not also choose its replacement."""
     monkeypatch.setattr(speculative, "ACCEPT_STREAM", 0)
-    assert chi_square(draw_sequences(1, length=1, draws=FEW), table, 1) > LIMITS[1]
+    assert chi_square(drawn_by(1, length=1, draws=FEW), table, 1) > LIMITS[1]

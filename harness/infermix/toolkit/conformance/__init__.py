@@ -14,6 +14,7 @@ from infermix.toolkit.conformance.component import (
     not_here,
 )
 from infermix.toolkit.conformance.decoder import check_decoder
+from infermix.toolkit.conformance.distribution import check_distribution
 from infermix.toolkit.conformance.kv import check_kv_layout
 from infermix.toolkit.conformance.quantizer import check_quantizer
 from infermix.toolkit.conformance.scheduler import check_scheduler, run_to_end
@@ -24,6 +25,7 @@ __all__ = [
     "check_attention",
     "check_component",
     "check_decoder",
+    "check_distribution",
     "check_kv_layout",
     "check_quantizer",
     "check_scheduler",

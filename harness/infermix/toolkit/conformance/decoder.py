@@ -174,7 +174,7 @@ class _ToyTokenizer:
         return self.encode("".join(message["content"] for message in messages))
 
 
-def _context() -> DecoderContext:
+def toy_context() -> DecoderContext:
     return DecoderContext(
         facts=example_model(), device="cpu", dtype="float32", max_num_seqs=4, max_model_len=4096, seed=0,
         second=lambda *given, **named: _ToySecond(), model=_example_model(), inner=lambda name, options: _ToyPlain(),
@@ -206,7 +206,7 @@ def check_decoder(component: Component, options: Any = None, *, num_steps: int =
     complete prompt at least one token a step.
     """
     options = component.options() if options is None else options
-    decoder: Decoder = component.build(options, _context())
+    decoder: Decoder = component.build(options, toy_context())
     if getattr(decoder, "returns_outputs", False):
         _check_search(decoder)
         return
