@@ -14,16 +14,19 @@ from pathlib import Path
 
 import msgspec
 
+from infermix.cost.kv import kv_bytes_per_token
 from infermix.cost.machine import machine_facts
 from infermix.cost.memory import MemoryPrediction
 from infermix.cost.model_facts import read_model_facts
+from infermix.cost.roofline import weight_bytes_stored
 from infermix.cost.source import resolve_source
 from infermix.errors import UserError, UserErrors
 from infermix.features import match
-from infermix.fitting import Fitter
+from infermix.fitting import Fitter, Second
 from infermix.measure.names import measure_faults
 from infermix.plugins import Catalogue
 from infermix.roles.component import PART_ROLES, Choice, Features, Role
+from infermix.roles.decoder import DecoderOptions, SecondModelUse
 from infermix.roles.engine import EngineOptions
 from infermix.roles.evaluator import EvaluatorOptions
 from infermix.roles.facts import MachineFacts, ModelFacts, ResolvedSource
@@ -87,7 +90,7 @@ def compose(cells: Iterable[Cell], catalogue: Catalogue, *, machine: MachineFact
     Raises `UserErrors` for everything that is wrongly written, with file and line when `cells` is a `Sweep`.
     """
     chooser = _Chooser(catalogue)
-    planner = _Planner(machine)
+    planner = _Planner(machine, catalogue)
     drafts: list[tuple[Cell, _Chosen | None, Locate]] = []
     errors: list[UserError] = []
     for cell in cells:
@@ -229,8 +232,8 @@ def _fault_of(options: _ReadsFiles, base: Path) -> UserError | None:
 class _Planner:
     """Judges cells; model, machine and sizes are read once per distinct source, device and layout."""
 
-    def __init__(self, machine: MachineFacts | None) -> None:
-        self._given = machine
+    def __init__(self, machine: MachineFacts | None, catalogue: Catalogue) -> None:
+        self._given, self._catalogue = machine, catalogue
         self._machines: dict[str, tuple[MachineFacts, str | None]] = {}
         self._models: dict[bytes, tuple[ResolvedSource, ModelFacts]] = {}
         self._dtyped: dict[tuple[int, str], ModelFacts] = {}
@@ -248,7 +251,8 @@ class _Planner:
         limits = _stated_limits(experiment.limits)
         matched = match(choices, chosen.evaluators, facts, machine, chosen.transforms, limits)
         parts = {role: matched.choices[role] for role in chosen.parts}
-        sizes = self._fitter.fit(experiment.limits, choices, chosen.evaluators, facts, machine)
+        second = self._second(chosen, Path(experiment.base), facts)
+        sizes = self._fitter.fit(experiment.limits, choices, chosen.evaluators, facts, machine, second)
         problems += [no_device] if no_device else [*matched.problems, *sizes.problems]
         reasons = tuple(dict.fromkeys(problems))
         return CellPlan(
@@ -259,6 +263,27 @@ class _Planner:
             max_model_len=sizes.max_model_len, max_num_seqs=sizes.max_num_seqs,
             sequences_that_fit=sizes.sequences_that_fit, transforms=matched.transforms,
         )  # fmt: skip
+
+    def _second(self, chosen: _Chosen, base: Path, facts: ModelFacts) -> Second | None:
+        """What a decoder puts beside the target. Raises `UserError` when its model cannot be found or read."""
+        decoder = chosen.parts.get(Role.DECODER)
+        use = decoder.options.second_model() if decoder and isinstance(decoder.options, DecoderOptions) else None
+        if use is None:
+            return None
+        other = facts if use.source is None else self._model(ModelSource(source=use.source), base)[1]
+        other = self._with_dtype(other, facts.dtype)
+        weights = 0 if use.shares_weights else round(weight_bytes_stored(other, self._draft_bits(use)))
+        return Second(weights, kv_bytes_per_token(other))
+
+    def _draft_bits(self, use: SecondModelUse) -> float | None:
+        if use.quantizer is None:
+            return None
+        component = self._catalogue.find(Role.QUANTIZER, use.quantizer).component
+        try:
+            return component.weight_bits(msgspec.convert(use.quantizer_options or {}, component.options))
+        except msgspec.ValidationError as error:
+            key = "parts.decoder.draft_quantizer_options"
+            raise UserError(f"options of quantizer {use.quantizer!r}: {error}", key=key) from error
 
     def _machine(self, device: str) -> tuple[MachineFacts, str | None]:
         """The machine, and why the cell cannot run when it lacks the device (then the CPU stands in)."""

@@ -46,6 +46,14 @@ class Fit:
 
 
 @dataclass(frozen=True)
+class Second:
+    """A model beside the target: what its weights take (0: they are the target's own), and one token of its KV."""
+
+    weight_bytes: int
+    kv_bytes_per_token: float
+
+
+@dataclass(frozen=True)
 class _Demand:
     """Everything that the memory of a cell depends on, hashable."""
 
@@ -61,6 +69,7 @@ class _Demand:
     replicas: int
     machine: str
     fills_memory: bool
+    second: Second | None
 
 
 _Sizes = tuple[MemoryPrediction | None, tuple[str, ...], int | None]
@@ -80,6 +89,7 @@ class Fitter:
         evaluators: Iterable[Choice],
         facts: ModelFacts,
         machine: MachineFacts,
+        second: Second | None = None,
     ) -> Fit:
         """`choices` are the hosted parts, the engine and the workload; `facts.dtype` is the cell's."""
         asked = dict(_asked_tokens(choices[Role.WORKLOAD], evaluators))
@@ -88,7 +98,7 @@ class Fitter:
         count = _max_num_seqs(choices)
         if not facts.matrices:
             return Fit(length, count, None, problems)
-        memory, more, fitting = self._memory(limits, choices, facts, machine, length, count)
+        memory, more, fitting = self._memory(limits, choices, facts, machine, length, count, second)
         return Fit(length, count, memory, (*problems, *more), fitting)
 
     def _memory(
@@ -99,6 +109,7 @@ class Fitter:
         machine: MachineFacts,
         length: int,
         count: int,
+        second: Second | None,
     ) -> _Sizes:
         kv, quantizer = choices.get(Role.KV), choices.get(Role.QUANTIZER, choices.get(Role.ENGINE))
         engine = choices.get(Role.ENGINE)
@@ -118,6 +129,7 @@ class Fitter:
             replicas=getattr(engine.options, "replicas", 1) if engine else 1,
             machine=f"{machine.device} {machine.memory_bytes}",
             fills_memory=FILLS_MEMORY in provided,
+            second=second,
         )
         if demand not in self._known:
             self._known[demand] = self._predict(demand, kv, facts, machine)
@@ -132,6 +144,7 @@ class Fitter:
             max_num_batched_tokens=demand.step_tokens,
             max_num_seqs=demand.count,
         )
+        memory = replace(memory, second_bytes=_second_bytes(demand))
         try:
             fitting = self._fitting(demand, kv, facts, machine, memory)
             kv_bytes, problems = self._kv(demand, kv, facts, machine, memory)
@@ -176,6 +189,14 @@ class Fitter:
         layout = self._layout(demand.layout, kv)
         shape = layout.shape(stored_groups(facts, layout), budget)
         return shape.bytes * demand.replicas, tuple(_draft_problems(kv, shape, demand.num_draft_tokens))
+
+
+def _second_bytes(demand: _Demand) -> int:
+    """Its KV only where data does not decide alone how much that is."""
+    if demand.second is None:
+        return 0
+    tokens = 0 if demand.assumed else demand.length * demand.count
+    return demand.second.weight_bytes + round(demand.second.kv_bytes_per_token * tokens)
 
 
 def _asked_tokens(workload: Choice, evaluators: Iterable[Choice]) -> Iterator[tuple[str, int]]:
@@ -257,6 +278,8 @@ def _draft_problems(kv: Choice, shape: KVShape, num_draft_tokens: int) -> Iterat
 
 def _too_large(memory: MemoryPrediction, machine: MachineFacts) -> str:
     parts = {"weights": memory.weights_bytes, "KV": memory.kv_bytes, "activations": memory.activation_bytes}
+    if memory.second_bytes:
+        parts["second model"] = memory.second_bytes
     listing = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in parts.items())
     have = machine.memory_bytes * USABLE_SHARE / 1e9
     return f"does not fit: needs {memory.total_bytes / 1e9:.1f} GB ({listing}), has {have:.1f} GB"

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from infermix.roles.batch import MAX_TREE_TOKENS
 from infermix.roles.component import Options
-from infermix.roles.decoder import DecoderOptions
+from infermix.roles.decoder import DecoderOptions, SecondModelUse
 from infermix.toolkit.calibration import CalibrationOptions
 from msgspec import Meta
 
@@ -97,7 +97,7 @@ class BeamOptions(DecoderOptions, frozen=True, kw_only=True):
         return self.num_beams
 
 
-class DraftModelOptions(Options, frozen=True, kw_only=True):
+class DraftModelOptions(DecoderOptions, frozen=True, kw_only=True):
     """How drafts of a model are made and judged."""
 
     num_draft_tokens: Annotated[
@@ -125,6 +125,9 @@ class SelfSpeculativeOptions(DraftModelOptions, frozen=True, kw_only=True):
         CalibrationOptions, Meta(description="text on which drafts should agree with the whole model")
     ] = CalibrationOptions(num_samples=4, sample_tokens=64)
 
+    def second_model(self) -> SecondModelUse:
+        return SecondModelUse(shares_weights=True)
+
 
 class SpeculativeOptions(DraftModelOptions, frozen=True, kw_only=True):
     draft: Annotated[
@@ -139,3 +142,7 @@ class SpeculativeOptions(DraftModelOptions, frozen=True, kw_only=True):
         str | None, Meta(description="quantizer of the draft model: a smaller copy of the target as its draft")
     ] = None
     draft_quantizer_options: Annotated[dict[str, Any], Meta(description="options of that quantizer")] = {}
+
+    def second_model(self) -> SecondModelUse:
+        source = None if self.draft == "target" else self.draft
+        return SecondModelUse(source, self.draft_quantizer, self.draft_quantizer_options)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from infermix.compose import compose
+from infermix.errors import UserError
 from infermix.plugins import load_catalogue
 from infermix.roles.component import Role
 from infermix.spec.load import load_experiment
@@ -87,3 +88,35 @@ def test_rows_of_a_search_count_in_the_memory_prediction(tiny_llama: Path, tmp_p
     (plain, plain_bytes), (beams, beam_bytes) = sizes
     assert beams == 4 * plain
     assert beam_bytes > 3 * plain_bytes
+
+
+@pytest.mark.parametrize(
+    ("decoder", "least", "most"),
+    [
+        ("autoregressive", 0, 0),
+        ("{use: speculative, draft: target}", 1.0, 1.0),
+        ("{use: speculative, draft: target, draft_quantizer: rtn}", 0.2, 0.9),
+        ("{use: self_speculative, skip_layers: [1]}", 0, 0),
+    ],
+)
+def test_a_draft_model_counts_in_the_memory_prediction(
+    tiny_llama: Path, tmp_path: Path, decoder: str, least: float, most: float
+) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text(
+        f"model: {tiny_llama}\ndevice: cpu\ndtype: float32\nparts: {{decoder: {decoder}}}\n"
+        "limits: {max_model_len: 64}\n"
+        "workload: {use: corpus, input_tokens: 8, max_new_tokens: 8, num_requests: 6}\n"
+    )
+    (plan,) = compose(load_experiment(path), CATALOGUE)
+    memory = plan.memory
+    assert memory is not None
+    weights = memory.second_bytes - (memory.kv_bytes if memory.second_bytes else 0)
+    assert least * memory.weights_bytes - 1e5 <= weights <= most * memory.weights_bytes + 1e5
+    assert (memory.second_bytes > 0) == (decoder != "autoregressive")
+    assert memory.total_bytes >= memory.second_bytes + memory.weights_bytes
+
+
+def test_a_draft_model_that_is_not_there(tiny_llama: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError):
+        verdict(tmp_path, tiny_llama, "num_requests: 2", f"decoder: {{use: speculative, draft: {tmp_path}/none}}")

@@ -23,10 +23,13 @@ class MemoryPrediction:
     kv_bytes: int
     activation_bytes: int
     overhead_bytes: int = 0
+    #: Of a model beside the target: its weights, and its KV where the sizes of sequences are known.
+    second_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
-        return self.weights_bytes + self.kv_bytes + self.activation_bytes + self.overhead_bytes
+        own = self.weights_bytes + self.kv_bytes + self.activation_bytes + self.overhead_bytes
+        return own + self.second_bytes
 
 
 def predict_memory(

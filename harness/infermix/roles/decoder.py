@@ -20,8 +20,24 @@ if TYPE_CHECKING:
     from infermix.roles.scheduler import Plan
 
 
+@dataclass(frozen=True, slots=True)
+class SecondModelUse:
+    """A model beside the target, for the memory prediction: `source` as in the experiment (`None`: the target's own
+    checkpoint) and the name and options of its quantizer, or the target's weights themselves (`shares_weights`).
+    """
+
+    source: str | None = None
+    quantizer: str | None = None
+    quantizer_options: dict[str, Any] | None = None
+    shares_weights: bool = False
+
+
 class DecoderOptions(Options, frozen=True, kw_only=True):
     """Base of the options of decoders that need more of the engine than one row of a batch per sequence."""
+
+    def second_model(self) -> SecondModelUse | None:
+        """The model that runs beside the target, with KV of its own."""
+        return None
 
     def rows_per_sequence(self) -> int:
         """Rows of a batch, each with KV of its own, that one running sequence may take."""
