@@ -61,7 +61,8 @@ class Guesses:
     forget = observe
 
 
-@pytest.mark.parametrize("kind", [VerifyingDecoder, TreeDecoder], ids=["line", "tree"])
+@pytest.mark.parametrize("kind", [VerifyingDecoder, pytest.param(TreeDecoder, marks=pytest.mark.full)],
+                         ids=["line", "tree"])  # fmt: skip
 def test_equal_draws_keep_the_distribution(kind: Any, table: Tensor) -> None:
     """The acceptance rule of certain drafts, in a line and in a tree."""
     decoder = kind(Guesses(), 3, 1024, uniform=False)
