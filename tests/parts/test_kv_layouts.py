@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 from infermix.errors import OutOfMemory, UserError
+from infermix.plugins import load_catalogue
+from infermix.roles.component import Role
 from infermix.roles.kv_space import KVBudget, KVGroup
 from infermix.toolkit.conformance.batches import make_batch
 from infermix.toolkit.paged_space import PagedSpace
@@ -215,3 +217,22 @@ def test_pool_beyond_memory_is_out_of_memory() -> None:
     shape = layout.shape((KVGroup((0,), 64, 4096, 4096),), KVBudget(1024, 2**20, 4))
     with pytest.raises(OutOfMemory, match="bytes of KV"):
         layout.store(shape, "cpu", torch.float32)
+
+
+def test_layouts_that_serve_prefixes_keep_all_groups_in_one_table() -> None:
+    """A hit counts as far as every KV group can serve it: with one table, what one group holds, all hold."""
+    serving = []
+    for registered in load_catalogue().all(Role.KV):
+        component = registered.component
+        names = [{}, {"prefix_cache": "hash"}, {"prefix_cache": "radix"}]
+        for given in names if "prefix_cache" in component.options.__struct_fields__ else names[:1]:
+            layout = component.build(component.options(**given), None)
+            groups = (KVGroup((0, 2), 2, 64, 64), KVGroup((1,), 1, 64, 64, window=5))
+            try:
+                shape = layout.shape(groups, KVBudget(4, 400, 4, max_query_len=11))
+            except UserError:  # nothing but windows
+                continue
+            if hasattr(layout.space(shape), "match"):
+                serving.append((component.name, given["prefix_cache"]))
+                assert shape.num_tables == 1
+    assert serving == [("paged", "hash"), ("paged", "radix")]

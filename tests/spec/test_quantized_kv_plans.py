@@ -44,6 +44,18 @@ def test_memory_is_that_of_the_layout(plan: Any) -> None:
     assert 0.1875 < share["{use: kivi, bits: 2}"] < share["kivi"]
 
 
+@pytest.mark.parametrize("fraction", [0.5, 0.9])
+def test_a_fraction_of_the_device_sizes_the_pool(tmp_path: Path, fraction: float) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text(TEXT.format(kv="paged") + f"limits: {{kv_memory_fraction: {fraction}}}\n", encoding="utf-8")
+    (cell,) = compose(load_experiment(str(path)), load_catalogue(), machine=H200)
+    token, reserve = 2 * 32 * 8 * 128 * 2, 2 << 30
+    others = cell.memory.total_bytes - cell.memory.kv_bytes
+    room = int(fraction * H200.memory_bytes) - others - reserve
+    assert cell.max_model_len == 1088
+    assert cell.sequences_that_fit == (room - 16 * token) // (1088 * token)
+
+
 def test_group_sizes_that_do_not_divide_a_head(plan: Any) -> None:
     cell = plan("{use: kivi, group_size: 48, block_size: 48, residual_length: 96}")
     assert not cell.runs
