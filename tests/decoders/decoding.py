@@ -27,7 +27,7 @@ DRAFTING = [
     ("eagle", {"heads": "eagle", "num_draft_tokens": 14, "depth": 3, "beam": 4}),
 ]
 #: Those of them whose drafts form trees.
-TREES = ("medusa", "eagle")
+TREES = ("lookahead", "medusa", "eagle")
 
 
 def requests(sampling: dict[str, Any], count: int = 7) -> list[Request]:
