@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton")
 from attention_cases import Case, build
 from infermix_kernels.attention import pack_tree_mask, paged_attention
-from infermix_kernels.launch import Launch, LaunchTable, ShapeClass
+from infermix_kernels.launch import Launch, LaunchTable, ShapeClass, default_launch
 from run_python import run_python
 
 FOLDER = Path(__file__).parent
@@ -116,3 +116,11 @@ def test_tuned_parameters_are_kept_on_disk_and_found_again(tmp_path: Path) -> No
 def test_int8_and_fp8_are_classes_of_their_own() -> None:
     int8, fp8 = (ShapeClass("split", 2, 1, 128, 128, 16, 16, fp8=fp8) for fp8 in (False, True))
     assert int8.key != fp8.key
+
+
+def test_block_sizes_choose_the_launch_of_8_bit_decode() -> None:
+    """Large blocks, small ones and dense rows; few sequences split their contexts into larger tiles."""
+    large, small, dense = (default_launch(ShapeClass("split", 2, 1, 128, 128, 16, block)) for block in (64, 16, 0))
+    assert (large.max_registers, small.max_registers, dense) == (0, 200, small)
+    few = default_launch(ShapeClass("split", 2, 1, 128, 128, 16, 64, crowded=False))
+    assert few.block_tokens > large.block_tokens
