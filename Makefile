@@ -44,6 +44,7 @@ test: lint
 environments: install
 	$(BIN)/infermix env create auto-gptq
 	$(BIN)/infermix env create autoawq
+	$(BIN)/infermix env create gptqmodel
 
 test-full: lint environments
 	$(BIN)/python -m pytest -q -n 2 -m 'not gpu' tests
