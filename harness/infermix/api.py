@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,11 +36,13 @@ def run(
     ceilings: bool = True,
     extra_plugins: Sequence[str] = (),
     progress: SweepProgress | None = None,
+    ray: str | None = None,
 ) -> list[Record]:
     """Run or resume an experiment; returns the record of every cell, those kept from earlier runs included.
 
     Records are written to `out` (default `results/<experiment name>`). Raises `UserError` for bad input; a cell that
-    fails is a record with its state and reason, never an exception.
+    fails is a record with its state and reason, never an exception. `ray` is the address of a Ray cluster
+    (`auto`, `HOST:PORT`) whose nodes run the cells; they need this package and the experiment's folder.
     """
     from infermix.progress import Silent
     from infermix.sweep import RunOptions, run_experiment
@@ -52,7 +55,12 @@ def run(
         extra_plugins=tuple(extra_plugins),
         progress=progress or Silent(),
     )
-    return run_experiment(path, out, sets=sets, options=options)
+    if ray is None:
+        return run_experiment(path, out, sets=sets, options=options)
+    from infermix.spread import SpreadSweep
+
+    make = functools.partial(SpreadSweep, address=ray)
+    return run_experiment(path, out, sets=sets, options=options, sweep=make)
 
 
 def leaderboard(directory: Path | str, *, out: Path | str | None = None) -> list[Path]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -54,16 +54,21 @@ class RunOptions:
     progress: SweepProgress = field(default_factory=Silent)
 
 
+MakeSweep = Callable[[Sequence[CellPlan], Path, RunOptions], "Sweep"]
+
+
 def run_experiment(
     experiment: Path | str | Sequence[Cell],
     results_dir: Path | str | None = None,
     *,
     sets: Sequence[str] = (),
     options: RunOptions | None = None,
+    sweep: MakeSweep | None = None,
 ) -> list[Record]:
     """Run every cell that has no result to keep (see `infermix.resume`); returns the records of all, in cell order.
 
-    `experiment` is a YAML file or its cells; results go to `results/<experiment name>` unless said otherwise. Raises
+    `experiment` is a YAML file or its cells; results go to `results/<experiment name>` unless said otherwise. `sweep`
+    makes another kind of `Sweep`. Raises
     `UserError` for bad input and when a record cannot be written, `KeyboardInterrupt` on Ctrl-C; in both cases no
     process is left behind, and every record that was written is whole.
     """
@@ -74,7 +79,7 @@ def run_experiment(
     catalogue = load_catalogue(load_extra_plugins(chosen.extra_plugins))
     plans = compose(selected, catalogue)
     prepare_directory(directory)
-    return Sweep(plans, directory, chosen).run()
+    return (sweep or Sweep)(plans, directory, chosen).run()
 
 
 def default_results_dir(cells: Sequence[Cell]) -> Path:

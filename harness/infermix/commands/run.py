@@ -46,6 +46,11 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--profile", action="store_true", help="write a torch trace of one extra repeat per cell to DIR/traces"
     )
     parser.add_argument(
+        "--ray",
+        metavar="ADDRESS",
+        help="spread the cells over a Ray cluster (auto, or HOST:PORT); a lost node's cells run elsewhere",
+    )
+    parser.add_argument(
         "--no-ceilings", action="store_true", help="do not measure this machine's limits where they are not stored"
     )
 
@@ -93,6 +98,7 @@ def _run(args: Namespace, progress: SweepProgress) -> list[Record]:
         profile=args.profile,
         ceilings=not args.no_ceilings,
         progress=progress,
+        ray=args.ray,
     )
 
 
