@@ -68,6 +68,10 @@ class NativeEngine:
         self._paths = KeptPaths(space, store, shape)
         self._register = getattr(space, "register", None)
         self._forked: list[Sequence] = []
+        self._adopted: list[Sequence] = []
+        self.space, self.store, self.shape = space, store, shape
+        #: Told of every sequence that ended while its KV is still there.
+        self.before_release: Callable[[Sequence, FinishReason], None] | None = None
         self._siblings: dict[int, list[Sequence]] = {}
         self._prepare: Callable[[Request], Request] = getattr(decoder, "prepare", lambda request: request)
         self._searches = bool(getattr(decoder, "returns_outputs", False))
@@ -79,7 +83,7 @@ class NativeEngine:
         self.reset()
 
     def submit(self, request: Request) -> None:
-        self._refuse_misfit(request)
+        self.refuse_misfit(request)
         request = self._prepare(request)
         first = self._new_sequence(request)
         if request.sampling.num_outputs > 1 and not self._searches:
@@ -95,7 +99,7 @@ class NativeEngine:
         of memory or because the request is not let in at the next step, is computed. Raises `UserError` like
         `submit`, and for an unknown `request_id`.
         """
-        self._refuse_misfit(request)
+        self.refuse_misfit(request)
         parent = next((seq for seq in self._live.values() if seq.request.request_id == request_id), None)
         if parent is None:
             raise UserError(f"request {request_id!r} is not running, so nothing can be forked from it")
@@ -104,6 +108,21 @@ class NativeEngine:
         if child.num_computed:
             self._forked.append(child)
         self._add(child)
+
+    def adopt(self, request: Request, tokens: tuple[int, ...], fill: Callable[[int], bool]) -> bool:
+        """Enter a request whose prompt was computed elsewhere and whose first output is `tokens`.
+
+        `fill(seq_id)` reserves and writes the prompt's KV; where it has no room, `False` comes back and nothing has
+        changed. A request that is not let in at the next step gives its KV back and computes it again.
+        """
+        sequence = self._new_sequence(request)
+        if len(self._live) >= self._lanes.count or not fill(sequence.seq_id):
+            return False
+        sequence.tokens.extend(tokens)
+        sequence.num_computed = sequence.num_prompt_tokens
+        self._adopted.append(sequence)
+        self._add(sequence)
+        return True
 
     @property
     def model(self) -> Any:
@@ -154,7 +173,7 @@ class NativeEngine:
             **self._counters,
             **self._kv.counters(),
             **(self._swapper.counters() if self._swapper else {}),
-            **self._decoder_counters(),
+            **getattr(self._decoder, "counters", dict)(),
             **self._runner.counters(),
             "compiles": float(num_compiles()),
         }
@@ -180,10 +199,6 @@ class NativeEngine:
         names = ("steps", "preemptions", "computed_tokens", "discarded_tokens", "forked_tokens")
         self._counters = dict.fromkeys(names, 0.0)
 
-    def _decoder_counters(self) -> dict[str, float]:
-        counters = getattr(self._decoder, "counters", None)
-        return counters() if counters is not None else {}
-
     def close(self) -> None:
         self.reset()
         self._runner.graphs = self._runner.mixed = None
@@ -191,7 +206,7 @@ class NativeEngine:
         if self._context.machine.device == "cuda":
             torch.cuda.synchronize()
 
-    def _refuse_misfit(self, request: Request) -> None:
+    def refuse_misfit(self, request: Request) -> None:
         prompt, new = len(request.prompt_ids), request.sampling.max_new_tokens
         limit = self._context.max_model_len
         if prompt == 0:
@@ -235,13 +250,14 @@ class NativeEngine:
 
     def _settle_forks(self, plan: Plan) -> None:
         """Forks that were not let in at once must not hold blocks that those who run may need."""
-        if self._forked:
+        if self._forked or self._adopted:
             running = {entry.sequence.seq_id for entry in plan.entries}
-            for child in self._forked:
+            for child in (*self._forked, *self._adopted):
                 if child.seq_id not in running:
                     give_back(child, self._space)
-                self._counters["forked_tokens"] += child.num_computed
+            self._counters["forked_tokens"] += sum(child.num_computed for child in self._forked)
             self._forked.clear()
+            self._adopted.clear()
 
     def _split(self, sequence: Sequence) -> None:
         """Once a prompt is computed, the request's further outputs begin with its KV."""
@@ -364,6 +380,8 @@ class NativeEngine:
         sequence.finish_reason = reason
         if self._register is not None and reason is not FinishReason.ABORT:
             self._publish(sequence, last=True)
+        if self.before_release is not None and reason is not FinishReason.ABORT:
+            self.before_release(sequence, reason)
         self._scheduler.finish(sequence)
         self._space.release(sequence.seq_id)
         self._forget_device_state(sequence)

@@ -1,0 +1,1 @@
+"""Prompts in one process, outputs in another."""

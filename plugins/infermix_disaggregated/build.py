@@ -1,0 +1,48 @@
+"""Builds both workers: the one for outputs here, the one for prompts in a process of its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+from infermix.engine.assembly import assemble
+from infermix.engine.components import NativeOptions
+from infermix.errors import Unsupported
+from infermix.roles.component import Role
+from infermix.roles.engine import EngineContext
+
+from infermix_disaggregated.engine import DisaggregatedEngine
+from infermix_disaggregated.messages import spec_of
+from infermix_disaggregated.prefiller import Prefiller
+from infermix_disaggregated.transfer import check_layout
+
+
+def build_engine(options: Any, context: EngineContext) -> DisaggregatedEngine:
+    """Both workers load at the same time on a CPU, one after the other on a GPU, whose memory they share."""
+    _refuse(context)
+    halved = context.kv_memory_bytes // 2 if context.kv_memory_bytes is not None else None
+    shared = replace(context, kv_memory_bytes=halved)
+    on_gpu = context.machine.device.startswith("cuda")
+    first = replace(shared, kv_memory_fraction=context.kv_memory_fraction / 2) if on_gpu else shared
+    prefill = Prefiller(spec_of(first, options))
+    try:
+        ready = prefill.wait_ready() if on_gpu else None
+        decode: Any = assemble(msgspec.convert(msgspec.to_builtins(options), NativeOptions), shared)
+        check_layout(decode.store, decode.shape)
+        ready = ready or prefill.wait_ready()
+    except BaseException:
+        prefill.close()
+        raise
+    report = decode.report()
+    report.setup_s |= {f"prefill_{name}": seconds for name, seconds in ready.setup_s.items()}
+    report.weight_bytes = (report.weight_bytes or 0) + (ready.weight_bytes or 0)
+    report.kv_bytes = (report.kv_bytes or 0) + (ready.kv_bytes or 0)
+    layout = context.parts[Role.KV].component.name
+    return DisaggregatedEngine(decode, prefill, report, layout, context.clock_ns)
+
+
+def _refuse(context: EngineContext) -> None:
+    decoder = context.parts[Role.DECODER]
+    if "decoder:drafts" in decoder.component.provides(decoder.options, context.facts, context.machine):
+        raise Unsupported(f"decoder {decoder.component.name!r} keeps state of prompts, which is not handed over")

@@ -1,0 +1,73 @@
+"""KV between two processes: through shared host memory, pinned on the sending side when it comes from a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from multiprocessing.shared_memory import SharedMemory
+from typing import TYPE_CHECKING, Any
+
+from infermix.errors import Unsupported
+from infermix.toolkit.handover import KVParcel, export_parcel, import_parcel
+
+if TYPE_CHECKING:
+    from infermix.roles.kv_space import KVShape, KVSpace
+
+#: How the record names this way.
+PATH = "shared host memory"
+
+
+def blocks_of(space: KVSpace, shape: KVShape, seq_id: int) -> list[Sequence[int]]:
+    return [list(space.block_table(seq_id, table)) for table in range(shape.num_tables)]
+
+
+def check_layout(store: Any, shape: KVShape) -> None:
+    """Raises `Unsupported` for a layout whose blocks cannot be handed over as they are."""
+    if not hasattr(store, "block_tensors"):
+        raise Unsupported(f"{type(store).__name__} does not say which tensors its blocks are in, so none can move")
+    if shape.table_limits or shape.states:
+        raise Unsupported("layouts with rings of blocks or recurrent states are not handed over between workers")
+
+
+def send(store: Any, space: KVSpace, shape: KVShape, layout: str, seq_id: int, num_tokens: int) -> SharedMemory:
+    """The KV of a sequence in a new block of shared memory, which the receiver unlinks."""
+    data = export_parcel(store, shape, layout, blocks_of(space, shape, seq_id), num_tokens).to_bytes()
+    # Untracked: the receiver unlinks it; a tracker of this process would do so a second time.
+    memory = SharedMemory(create=True, size=len(data))
+    assert memory.buf is not None
+    memory.buf[: len(data)] = data
+    _untrack(memory)
+    memory.close()
+    return memory
+
+
+def receive(name: str, size: int) -> KVParcel:
+    """Take a parcel out of shared memory and give the memory back."""
+    memory = SharedMemory(name=name)
+    assert memory.buf is not None
+    try:
+        return KVParcel.from_bytes(bytes(memory.buf[:size]))
+    finally:
+        memory.close()
+        memory.unlink()
+
+
+def discard(name: str) -> None:
+    """Give back what nobody will import."""
+    memory = SharedMemory(name=name)
+    memory.close()
+    memory.unlink()
+
+
+def place(store: Any, space: KVSpace, shape: KVShape, layout: str, parcel: KVParcel, seq_id: int) -> bool:
+    """Write a parcel into blocks reserved for a sequence; `False` (and no change) when there is no room."""
+    if not space.reserve(seq_id, parcel.header.num_tokens):
+        return False
+    import_parcel(store, shape, layout, parcel, blocks_of(space, shape, seq_id))
+    return True
+
+
+def _untrack(memory: SharedMemory) -> None:
+    """The receiver unlinks it; the tracker of this process would do so a second time."""
+    from multiprocessing import resource_tracker
+
+    resource_tracker.unregister(f"/{memory.name.lstrip('/')}", "shared_memory")
