@@ -12,6 +12,7 @@ import torch
 from infermix.engine.forks import requests_of_outputs, share_kv
 from infermix.engine.kept_paths import KeptPaths
 from infermix.engine.kv_counters import KVCounters
+from infermix.engine.misfit import refuse_misfit
 from infermix.engine.scoring import Scorer
 from infermix.engine.step_log import StepLog
 from infermix.engine.step_times import StepTimes
@@ -207,35 +208,13 @@ class NativeEngine:
             torch.cuda.synchronize()
 
     def refuse_misfit(self, request: Request) -> None:
-        prompt, new = len(request.prompt_ids), request.sampling.max_new_tokens
-        limit = self._context.max_model_len
-        if prompt == 0:
-            raise UserError(
-                f"request {request.request_id!r} has an empty prompt", hint="at least one token is needed"
-            )
-        if prompt + new > limit:
-            raise UserError(
-                f"request {request.request_id!r} needs {prompt} + {new} = {prompt + new} tokens, the engine holds "
-                f"{limit} per sequence (model positions: {self._context.facts.max_position_embeddings})",
-                hint="shorten the prompt, lower max_new_tokens, or raise limits.max_model_len",
-            )
-        if not self._space.fits(prompt + new):
-            raise UserError(
-                f"request {request.request_id!r} needs {prompt + new} tokens of KV, the layout holds "
-                f"{self._shape.capacity_tokens} in all",
-                hint="give the KV more memory",
-            )
+        """Raises `UserError` for a request that this engine can never serve."""
+        refuse_misfit(request, self._context, self._space, self._shape)
         sampling = request.sampling
         if sampling.num_outputs > 1 and sampling.temperature == 0 and not self._searches:
             raise UserError(
                 f"request {request.request_id!r} wants {sampling.num_outputs} greedy outputs, which would be equal",
                 hint="a temperature above 0, or a decoder that searches (beam)",
-            )
-        out_of_range = [token for token in request.prompt_ids if not 0 <= token < self._context.facts.vocab_size]
-        if out_of_range:
-            raise UserError(
-                f"request {request.request_id!r} has token id {out_of_range[0]}, "
-                f"the vocabulary has {self._context.facts.vocab_size}"
             )
 
     def _new_sequence(self, request: Request, output: int = 0) -> Sequence:
