@@ -198,3 +198,14 @@ def test_classes_are_drawn_by_share_and_leave_the_rest_alone(load: Load) -> None
     assert [each.sampling for each in plain] == [each.sampling for each in mixed]
     assert {(each.priority, each.tenant, each.category) for each in mixed} == {(2, "a", ""), (0, "", "urgent")}
     assert sum(each.tenant == "a" for each in mixed) == pytest.approx(300, abs=30)
+
+
+def test_copies_follow_each_other_and_share_no_cached_prefix(load: Load) -> None:
+    """A copy begins a mean gap (30 s) after the last arrival of the one before; its prompts are the same."""
+    workload = load(AZURE, copies=3, num_requests=7)
+    requests = workload.requests(0)
+    assert [round(each.arrival_s, 2) for each in requests] == [0, 0.25, 60, 90, 90.25, 150, 180]
+    assert [each.cache_salt for each in requests] == ["", "", "", "copy 1", "copy 1", "copy 1", "copy 2"]
+    assert requests[3].prompt_ids is requests[0].prompt_ids
+    assert workload.counts["requests"] == 7
+    assert len({each.request_id for each in requests}) == 7
