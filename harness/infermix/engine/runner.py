@@ -90,7 +90,7 @@ class ModelRunner:
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         if pairs:
-            self._store.copy(pairs)
+            self._store.copy(list(pairs))
 
     def _evict(self, entries: Sequence[Scheduled]) -> None:
         """Let a layout that drops tokens make room before anything of this step is packed."""
@@ -109,7 +109,7 @@ class ModelRunner:
     def copy_blocks(self) -> None:
         """Make the copies that copy-on-write asks for; before anything else changes the store."""
         if self._take_copies is not None and (pairs := self._take_copies()):
-            self._store.copy(pairs)
+            self._store.copy(list(pairs))
 
     def _rows(self, entries: Sequence[Scheduled]) -> list[Scheduled | None]:
         """Entries in batch order; a layout with fixed rows puts each sequence at its row and leaves holes."""
