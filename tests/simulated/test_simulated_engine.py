@@ -25,7 +25,7 @@ def emissions(repeat: Repeat) -> dict[str, list[float]]:
 def test_jumping_to_the_next_event_changes_nothing(name: str, blocks: int) -> None:
     """Every token of every request at the same time as when the scheduler is asked at every step."""
     for rate in (1.0, 6.0, 1000.0):
-        requests = load(40, rate)
+        requests = load(24, rate)
         slow, fast = (simulated(name, blocks=blocks, jump=jump, **OPTIONS) for jump in (False, True))
         stepped, jumped = simulate_repeat(slow, requests, None), simulate_repeat(fast, requests, None)
         expected = emissions(stepped)
@@ -56,7 +56,7 @@ def test_few_plans_are_asked_for_where_little_happens() -> None:
 @pytest.mark.parametrize("name", ["continuous", "chunked_prefill", "static"])
 def test_histograms_agree_with_the_times_of_every_token(name: str) -> None:
     for blocks in (9, 1000):
-        requests = load(60, 8.0)
+        requests = load(30, 8.0)
         each, few = (simulated(name, blocks=blocks, detail=detail, **OPTIONS) for detail in ("tokens", "requests"))
         exact = repeat_figures(simulate_repeat(each, requests, None), {})
         short = simulate_repeat(few, requests, None)
