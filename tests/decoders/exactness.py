@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from decoding import generate
@@ -14,8 +15,13 @@ TIE = 2e-3
 MOST_EXCUSED = 0.01
 
 
-def check_equal(engine: Any, plain_engine: Any, wanted: list[Request], plain: dict[str, list[int]]) -> int:
-    """How many outputs were excused; `AssertionError` for any other difference, and for too many of those."""
+def check_equal(
+    engine: Any, plain_engine: Callable[[], Any], wanted: list[Request], plain: dict[str, list[int]]
+) -> int:
+    """How many outputs were excused; `AssertionError` for any other difference, and for too many of those.
+
+    `plain_engine` is asked for only where an output differs.
+    """
     found = generate(engine, wanted)
     excused = 0
     for request in wanted:
@@ -24,7 +30,7 @@ def check_equal(engine: Any, plain_engine: Any, wanted: list[Request], plain: di
             continue
         at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
         assert at is not None, f"request {request.request_id}: {len(ours)} tokens, plain decoding has {len(theirs)}"
-        margin = _margin(plain_engine, [*request.prompt_ids, *theirs[:at]])
+        margin = _margin(plain_engine(), [*request.prompt_ids, *theirs[:at]])
         assert margin < TIE, f"request {request.request_id} differs at output {at}, where the margin is {margin:.4f}"
         excused += 1
     assert excused <= MOST_EXCUSED * len(wanted), f"{excused} of {len(wanted)} outputs differ by a tie"
