@@ -76,13 +76,21 @@ class Child:
 
     `time_limit_s` is spent only while a question is open, so two children that are driven in turn do not pay for each
     other. Every failure arrives as `CellFailure`; afterwards only `end` may be called. `python` is the interpreter
-    of the environment that the cell's engine asks for.
+    of the environment that the cell's engine asks for; `limit` says in a time-out what set it.
     """
 
-    def __init__(self, *, time_limit_s: float, num_threads: int | None = None, python: str = sys.executable) -> None:
+    def __init__(
+        self,
+        *,
+        time_limit_s: float,
+        num_threads: int | None = None,
+        python: str = sys.executable,
+        limit: str = "measure.time_limit_s",
+    ) -> None:
         self.log = Log()
         self.start_s: float | None = None
         self._limit_s = self._left_s = time_limit_s
+        self._limit = limit
         self._phase = "start"
         self._oom_kills = kernel_oom_kills()
         self._started_ns = now_ns()
@@ -195,9 +203,7 @@ class Child:
         self._signal_group(signal.SIGUSR1)  # the child writes its stacks to the log
         self._log_reader.join(_STACK_DUMP_S)
         self.end()
-        return CellFailure(
-            "timeout", f"longer than {self._limit_s:g} s in all (measure.time_limit_s), during {self._phase}"
-        )
+        return CellFailure("timeout", f"longer than {self._limit_s:g} s in all ({self._limit}), during {self._phase}")
 
     def _death(self) -> CellFailure:
         try:

@@ -159,7 +159,8 @@ class Sweep:
             return None
         limits = plan.cell.experiment.limits
         try:
-            with Child(time_limit_s=_JOB_LIMIT_S, num_threads=limits.num_threads) as child:
+            limit = "the limit of a job before a cell"
+            with Child(time_limit_s=_JOB_LIMIT_S, num_threads=limits.num_threads, limit=limit) as child:
                 command = Prepare(cell=plan.cell, extra_plugins=self._options.extra_plugins)
                 for note in child.ask(command, Done, self._show).notes:
                     self._progress.note(note)
