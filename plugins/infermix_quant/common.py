@@ -7,24 +7,12 @@ import importlib.util
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from infermix.errors import UserError
 from infermix.roles.quantizer import QuantizationReport, QuantizerContext
-from infermix.toolkit.linears import FoundLinear, check_group_size, find_linears
+from infermix.toolkit.linears import FoundLinear, check_group_size
 from torch import nn
 
 from infermix_quant.linear_grouped import QuantLinear
-
-
-def linears_of(model: nn.Module, skip: Sequence[str]) -> tuple[list[FoundLinear], tuple[str, ...]]:
-    """As `find_linears`. Raises `UserError` when there is none, or weights are not finite."""
-    found, skipped = find_linears(model, skip)
-    if not found:
-        raise UserError("the model has no linear to quantize", key="parts.quantizer.skip")
-    for linear in found:
-        if not bool(torch.isfinite(linear.weight).all()):
-            raise UserError(f"the weights of {linear.name} are not finite", key="model.source")
-    return found, skipped
 
 
 def check_groups(found: Sequence[FoundLinear], group_size: int) -> None:

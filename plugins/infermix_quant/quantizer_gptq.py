@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from infermix.roles.quantizer import QuantizationReport, QuantizerContext
 from infermix.toolkit.layerwise import CalibrationLayer, walk_layers
-from infermix.toolkit.linears import FoundLinear, replace_module
+from infermix.toolkit.linears import FoundLinear, finite_linears, replace_module
 from torch import nn
 
 from infermix_quant import common
@@ -37,7 +37,7 @@ class GptqQuantizer:
 
     def _apply(self, model: nn.Module, context: QuantizerContext) -> QuantizationReport:
         options = self._options
-        found, skipped = common.linears_of(model, options.skip)
+        found, skipped = finite_linears(model, options.skip)
         common.check_groups(found, options.group_size)
         common.check_patterns(found, list(options.bits_for))
         samples = common.samples_of(context, "gptq")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from infermix.roles.quantizer import QuantizationReport, QuantizerContext
 from infermix.toolkit.layerwise import CalibrationLayer, walk_layers
-from infermix.toolkit.linears import FoundLinear, replace_module
+from infermix.toolkit.linears import FoundLinear, finite_linears, replace_module
 from torch import Tensor, nn
 
 from infermix_quant import common
@@ -44,7 +44,7 @@ class FoldedQuantizer:
         return common.on_device(model, context, done)
 
     def _apply(self, model: nn.Module, context: QuantizerContext) -> QuantizationReport:
-        found, skipped = common.linears_of(model, self._skip)
+        found, skipped = finite_linears(model, self._skip)
         self.check(found)
         made: dict[str, QuantLinear] = {}
         folded = total = 0

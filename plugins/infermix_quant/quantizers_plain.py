@@ -7,7 +7,7 @@ from typing import Any
 
 from infermix.roles.quantizer import QuantizationReport, QuantizerContext
 from infermix.toolkit.layerwise import walk_layers
-from infermix.toolkit.linears import FoundLinear, convert_linears
+from infermix.toolkit.linears import FoundLinear, convert_linears, finite_linears
 from torch import Tensor, nn
 
 from infermix_quant import common
@@ -36,7 +36,7 @@ class PlainQuantizer:
 
     def apply(self, model: nn.Module, context: QuantizerContext) -> QuantizationReport:
         """Raises `UserError`, with the model unchanged, when an option fits not every linear."""
-        found, skipped = common.linears_of(model, self._skip)
+        found, skipped = finite_linears(model, self._skip)
         self.check(found)
         self.prepare(model, found, context)
         made: dict[str, Any] = convert_linears(model, found, self.make, context.progress)

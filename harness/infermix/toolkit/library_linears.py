@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from infermix.errors import Unsupported, UserError, WrongResult
+from infermix.errors import Unsupported, WrongResult
 from infermix.roles.quantizer import QuantizationReport, QuantizerContext
-from infermix.toolkit.linears import FoundLinear, convert_linears, find_linears
+from infermix.toolkit.linears import FoundLinear, convert_linears, finite_linears
 
 #: Rows of the check of every kind and shape: one, a few, more than a tile.
 _CHECKED_ROWS = (1, 5, 40)
@@ -112,17 +112,6 @@ class LibraryQuantizer:
 
     def make(self, linear: FoundLinear, context: QuantizerContext) -> LibraryProduct:
         raise NotImplementedError
-
-
-def finite_linears(model: nn.Module, skip: Sequence[str]) -> tuple[list[FoundLinear], tuple[str, ...]]:
-    """As `find_linears`. Raises `UserError` when there is none, or weights are not finite."""
-    found, skipped = find_linears(model, skip)
-    if not found:
-        raise UserError("the model has no linear to quantize", key="parts.quantizer.skip")
-    for linear in found:
-        if not bool(torch.isfinite(linear.weight).all()):
-            raise UserError(f"the weights of {linear.name} are not finite", key="model.source")
-    return found, skipped
 
 
 def weight_error(made: LibraryProduct, linear: FoundLinear) -> float:

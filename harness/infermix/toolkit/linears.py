@@ -51,6 +51,17 @@ def find_linears(model: nn.Module, skip: Sequence[str] = ()) -> tuple[list[Found
     return found, tuple(skipped)
 
 
+def finite_linears(model: nn.Module, skip: Sequence[str]) -> tuple[list[FoundLinear], tuple[str, ...]]:
+    """As `find_linears`. Raises `UserError` when there is none, or weights are not finite."""
+    found, skipped = find_linears(model, skip)
+    if not found:
+        raise UserError("the model has no linear to quantize", key="parts.quantizer.skip")
+    for linear in found:
+        if not bool(torch.isfinite(linear.weight).all()):
+            raise UserError(f"the weights of {linear.name} are not finite", key="model.source")
+    return found, skipped
+
+
 def replace_module(model: nn.Module, name: str, new: nn.Module) -> None:
     """Put `new` where `model` has the submodule `name` (dotted)."""
     parent, _, attribute = name.rpartition(".")
