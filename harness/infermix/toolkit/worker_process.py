@@ -27,8 +27,9 @@ def run_worker(
     caller's process group and ends with the caller.
     """
     with subprocess.Popen(
-        [str(python), "-I", str(WORKER), str(script), str(request)],
+        [str(python), "-I", str(WORKER), str(script.resolve()), str(request.resolve())],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=_environment(),
+        cwd=request.parent,  # some libraries leave logs where they are started
     ) as process:  # fmt: skip
         assert process.stdout is not None
         assert process.stderr is not None
