@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +29,8 @@ def load(job: Any) -> Any:
 
 def quantize(job: Any, model: Any) -> dict[str, Any]:
     print("a library may print anywhere")
+    if job.options["fault"] == "none":
+        Path("library.log").write_text("and leave files where it runs")
     job.progress("quantize", 0.5)
     tensors = dict(model.state_dict())
     for name, module in model.model.named_modules():

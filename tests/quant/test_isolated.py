@@ -22,6 +22,7 @@ from infermix.engine.isolated import Prepared, prepare
 from infermix.engine.loader import load_model
 from infermix.errors import InfermixError, Unsupported, UserError, WrongResult
 from infermix.plugins import load_catalogue
+from infermix.roles.component import Role
 from infermix.roles.engine import EngineContext
 from infermix.roles.environment import Environment
 from infermix.roles.quantizer import QuantizerContext
@@ -68,9 +69,15 @@ def _left(context: EngineContext, tmp_path: Path) -> list[str]:
     return [path.name for path in folder.iterdir() if path.is_dir()]
 
 
-def test_a_job_makes_a_checkpoint_once(context: EngineContext, seen: list[str], tmp_path: Path) -> None:
+def test_a_job_makes_a_checkpoint_once(
+    context: EngineContext, seen: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
     made = prepare(_quantizer(), OPTIONS, context)
     assert "stand-in: quantize" in seen
+    assert not list(here.iterdir())
     gates = made.facts["gates"]
     assert gates["unquantized_perplexity_there"] == pytest.approx(gates["unquantized_perplexity"], rel=1e-4)
     assert 1 < gates["quantized_perplexity"] / gates["unquantized_perplexity"] < 1.5
@@ -183,7 +190,8 @@ def test_the_worker_imports_nothing_of_ours() -> None:
 
     from infermix.toolkit.worker_process import WORKER
 
-    scripts = [WORKER, *Path(__file__).parents[2].glob("plugins/*/worker.py")]
+    isolated = [each.component for each in load_catalogue().all(Role.QUANTIZER) if each.component.environment]
+    scripts = {WORKER, *(component.build(component.options(), None).script for component in isolated)}
     assert len(scripts) > 1
     for script in scripts:
         nodes = list(ast.walk(ast.parse(script.read_text())))
