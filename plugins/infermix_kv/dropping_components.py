@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any
 
-from infermix.errors import UserError
 from infermix.roles.component import Component, FeatureRule, Features, Options, Role
 from msgspec import Meta
 
@@ -80,6 +79,15 @@ class SnapKvOptions(Options, frozen=True):
     ] = 5
     block_size: BlockSize = 16
 
+    def __post_init__(self) -> None:
+        if self.budget < self.observation_window:
+            raise ValueError(
+                f"budget {self.budget} does not hold the last observation_window {self.observation_window} tokens, "
+                "which all stay"
+            )
+        if self.pool_kernel % 2 == 0:
+            raise ValueError(f"pool_kernel {self.pool_kernel} is even, so it has no middle: use an odd number")
+
 
 def _always(*names: str) -> FeatureRule:
     features = frozenset(names)
@@ -120,17 +128,8 @@ def _build_h2o(options: H2oOptions, context: None) -> Any:
 
 
 def _build_snapkv(options: SnapKvOptions, context: None) -> Any:
-    """Raises `UserError` for options that leave nothing to choose, or no middle to pool around."""
     from infermix_kv.eviction import EvictingLayout, Policy
 
-    if options.budget < options.observation_window:
-        raise UserError(
-            f"a budget of {options.budget} tokens does not hold the observation window",
-            key="parts.kv.budget",
-            hint=f"at least {options.observation_window}, or a smaller observation_window",
-        )
-    if options.pool_kernel % 2 == 0:
-        raise UserError(f"{options.pool_kernel} is even", key="parts.kv.pool_kernel", hint="use an odd number")
     window = options.observation_window
     policy = Policy(budget=options.budget, recent=window, observed_queries=window, pool_kernel=options.pool_kernel)
     return EvictingLayout(options.block_size, policy)

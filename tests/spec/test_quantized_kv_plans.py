@@ -75,6 +75,8 @@ def test_fp8_on_an_old_device(plan: Any) -> None:
         ("{use: kivi, block_size: 16}", "block_size 16 is not a multiple of group_size 32"),
         ("{use: quantized, dtype: int3}", "dtype"),
         ("{use: kivi, bits: 3}", "bits"),
+        ("{use: snapkv, budget: 16}", "budget 16 does not hold the last observation_window 32 tokens"),
+        ("{use: snapkv, pool_kernel: 4}", "pool_kernel 4 is even"),
     ],
 )
 def test_options_are_faults_of_the_file(plan: Any, kv: str, message: str) -> None:
