@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 #: Parent and child of a row that begins with what the parent has computed.
 Fork = tuple[int, int]
 
+#: Shortcuts past `reserve`, which would see one row of a sequence only.
+_OF_ONE_ROW = ("reserve_next", "steps_for")
+
 
 class BeamSpace:
     """A `KVSpace` in which one sequence stands for `width` rows: a scheduler lets in, grows and preempts all at once.
@@ -33,6 +36,8 @@ class BeamSpace:
             self.register = self._register
 
     def __getattr__(self, name: str) -> Any:
+        if name in _OF_ONE_ROW:
+            raise AttributeError(name)
         return getattr(self._space, name)
 
     def begin(self, seq_id: int, num_prompt_tokens: int) -> None:
