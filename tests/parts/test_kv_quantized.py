@@ -15,7 +15,7 @@ from infermix.roles.batch import Batch
 from infermix.roles.component import Choice, Role
 from infermix.roles.facts import MachineFacts
 from infermix.roles.kv_space import KVBudget, KVGroup
-from infermix.toolkit.conformance.batches import make_batch
+from infermix.toolkit.conformance.batches import make_batch, next_token
 from infermix.toolkit.conformance.component import example_model
 from infermix_kernels.reference.grouped import pack, unpack
 from infermix_kv.kivi_pack import quantize
@@ -233,6 +233,17 @@ def test_a_cut_below_the_tail_is_refused() -> None:
     with pytest.raises(Unsupported, match="raise residual_length"):
         lived.truncate(0, 15)
     lived.truncate(0, 0)
+
+
+def test_tokens_reserved_one_by_one_overwrite_the_tail_too() -> None:
+    space = SMALL.space(SMALL.shape((GROUP,), KVBudget(1, 64, 4)))
+    assert space.reserve(0, 16)
+    for length in range(16, 32):
+        assert space.reserve_next([next_token(0, length)]) == 1
+    with pytest.raises(Unsupported, match="cannot cut sequence 0 from 32 to 15 tokens"):
+        space.truncate(0, 15)
+    space.truncate(0, 32 - 4)
+    assert space.fork(0, 1, 20) is None
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=IDS)

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
+from infermix.roles import request
 from infermix.roles.batch import Batch, GroupBatch
+from infermix.roles.scheduler import Scheduled
 
 
 def make_batch(
@@ -56,3 +58,10 @@ def make_batch(
         context_capacity=capacity or max(context_lens),
         host_rows=None if captured else tuple(table[0] for table in tables),
     )
+
+
+def next_token(seq_id: int, num_computed: int) -> Scheduled:
+    """One new token of a sequence that has computed so many, as a scheduler plans it."""
+    asked = request.Request(request_id=str(seq_id), prompt_ids=(0,))
+    sequence = request.Sequence(seq_id, asked, [], num_computed, num_computed=num_computed)
+    return Scheduled(sequence, 1)

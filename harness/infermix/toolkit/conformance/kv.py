@@ -15,7 +15,7 @@ from infermix.roles.attention import LayerSpec
 from infermix.roles.batch import Batch
 from infermix.roles.component import Component
 from infermix.roles.kv_space import KVBudget, KVGroup, KVLayout, KVShape
-from infermix.toolkit.conformance.batches import make_batch
+from infermix.toolkit.conformance.batches import make_batch, next_token
 from infermix.toolkit.conformance.component import example_machine, example_model, machine_for
 from infermix.toolkit.conformance.kv_move import check_kv_move
 from infermix.toolkit.conformance.kv_swap import check_kv_swap
@@ -197,11 +197,19 @@ class KVLife:
 
     def _reserve(self, seq_id: int, num_new: int) -> bool:
         before = self.space.usage()
-        wanted = self.length(seq_id) + num_new
-        if self.space.reserve(seq_id, wanted):
+        if self._room(seq_id, num_new):
             return True
         assert self.space.usage() == before, "a refused reservation changed the space"
         return False
+
+    def _room(self, seq_id: int, num_new: int) -> bool:
+        """One token more now and then as schedulers ask for a whole step of them."""
+        length = self.length(seq_id)
+        ask = getattr(self.space, "reserve_next", None)
+        if ask is None or num_new > 1 or not length or self.rng.random() < 0.5:
+            return self.space.reserve(seq_id, length + num_new)
+        served: int = ask([next_token(seq_id, length)])
+        return served == 1
 
     def _write_and_read(self, ids: Sequence[int], new: Sequence[int]) -> None:
         self._copy()
