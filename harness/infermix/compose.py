@@ -246,7 +246,7 @@ class _Planner:
         source, native = self._model(experiment.model, Path(experiment.base))
         dtype = resolve_dtype(experiment.dtype, native.dtype, source, machine.device)
         facts = self._with_dtype(native, dtype)
-        problems = [*_unavailable(chosen), *_not_hosted(chosen), *_refused(chosen, facts)]
+        problems = [*_unavailable(chosen), *_not_hosted(chosen), *_refused(chosen, facts), *_too_many_outputs(chosen)]
         choices = {Role.ENGINE: chosen.engine, **chosen.parts, Role.WORKLOAD: chosen.workload}
         limits = _stated_limits(experiment.limits)
         matched = match(choices, chosen.evaluators, facts, machine, chosen.transforms, limits)
@@ -270,15 +270,25 @@ class _Planner:
         use = decoder.options.second_model() if decoder and isinstance(decoder.options, DecoderOptions) else None
         if use is None:
             return None
-        other = facts if use.source is None else self._model(ModelSource(source=use.source), base)[1]
+        other = facts if use.source is None else self._draft_model(use.source, base)
         other = self._with_dtype(other, facts.dtype)
         weights = 0 if use.shares_weights else round(weight_bytes_stored(other, self._draft_bits(use)))
         return Second(weights, kv_bytes_per_token(other))
 
+    def _draft_model(self, source: str, base: Path) -> ModelFacts:
+        try:
+            return self._model(ModelSource(source=source), base)[1]
+        except UserError as error:
+            message = error.message if error.where is None else f"{error.where}: {error.message}"
+            raise UserError(message, key="parts.decoder.draft", hint=error.hint) from error
+
     def _draft_bits(self, use: SecondModelUse) -> float | None:
         if use.quantizer is None:
             return None
-        component = self._catalogue.find(Role.QUANTIZER, use.quantizer).component
+        try:
+            component = self._catalogue.find(Role.QUANTIZER, use.quantizer).component
+        except UserError as error:
+            raise UserError(error.message, key="parts.decoder.draft_quantizer", hint=error.hint) from error
         try:
             return component.weight_bits(msgspec.convert(use.quantizer_options or {}, component.options))
         except msgspec.ValidationError as error:
@@ -353,3 +363,14 @@ def _refused(chosen: _Chosen, facts: ModelFacts) -> list[str]:
     """A model that the joint must not drive is refused for every engine that takes an attention part."""
     hosts_joint = Role.ATTENTION in chosen.engine.component.hosts
     return [facts.refusal] if facts.refusal and hosts_joint else []
+
+
+def _too_many_outputs(chosen: _Chosen) -> list[str]:
+    decoder, wanted = chosen.parts.get(Role.DECODER), getattr(chosen.workload.options, "num_outputs", 1)
+    most = decoder.options.most_outputs() if decoder and isinstance(decoder.options, DecoderOptions) else None
+    if decoder is None or most is None or wanted <= most:
+        return []
+    return [
+        f"workload {chosen.workload.component.name!r} wants {wanted} outputs of each prompt, but decoder "
+        f"{decoder.component.name!r} finds {most} at most"
+    ]

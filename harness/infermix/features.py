@@ -22,6 +22,12 @@ _PROVIDERS = {
 #: Why a model asks for a feature of the KV layout.
 _LAYOUT_HINTS = {"kv:state": " (a layout that keeps the states of its recurrent layers)"}
 
+#: What to do where nothing provides a feature.
+_WAYS_OUT = {
+    "decoder:search": " (greedy outputs of one prompt are equal: set temperature above 0, or take a decoder that "
+    "searches)"
+}
+
 #: What must not meet, since the figures would say nothing: the features, and why.
 _MEANINGLESS: tuple[tuple[tuple[str, ...], str], ...] = (
     (
@@ -31,6 +37,12 @@ _MEANINGLESS: tuple[tuple[tuple[str, ...], str], ...] = (
     ),
     (("decoder:search", "workload:sampled"), "a search is deterministic and draws nothing: set temperature to 0"),
     (("decoder:search", "workload:stop_texts"), "a search knows stop tokens only: use stop_token_ids"),
+    (("decoder:search", "workload:repetition_penalty"), "a search applies no repetition penalty: set it to 1"),
+    (("engine:hands_over", "decoder:search"), "rows of a search are not handed over from worker to worker"),
+    (
+        ("engine:hands_over", "decoder:drafts"),
+        "what the decoder knows of a prompt is not handed over from worker to worker",
+    ),
     (
         ("decoder:search", "scheduler:swap"),
         "rows of a search are not swapped to the host: use preemption: recompute",
@@ -179,7 +191,7 @@ class _Rules:
             return f"which {self._model.model_type} models do not have"
         if choice is not None and prefix in _PROVIDERS:
             return f"which {_title(_PROVIDERS[prefix], choice)} does not provide"
-        return "which nothing in this cell provides"
+        return f"which nothing in this cell provides{_WAYS_OUT.get(need, '')}"
 
 
 def _model_needs(model: ModelFacts) -> set[str]:

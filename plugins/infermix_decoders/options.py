@@ -96,6 +96,9 @@ class BeamOptions(DecoderOptions, frozen=True, kw_only=True):
     def rows_per_sequence(self) -> int:
         return self.num_beams
 
+    def most_outputs(self) -> int:
+        return self.num_beams
+
 
 class DraftModelOptions(DecoderOptions, frozen=True, kw_only=True):
     """How drafts of a model are made and judged."""

@@ -44,5 +44,6 @@ def build_engine(options: Any, context: EngineContext) -> DisaggregatedEngine:
 
 def _refuse(context: EngineContext) -> None:
     decoder = context.parts[Role.DECODER]
-    if "decoder:drafts" in decoder.component.provides(decoder.options, context.facts, context.machine):
+    provided = decoder.component.provides(decoder.options, context.facts, context.machine)
+    if not provided.isdisjoint(("decoder:drafts", "decoder:search")):
         raise Unsupported(f"decoder {decoder.component.name!r} keeps state of prompts, which is not handed over")

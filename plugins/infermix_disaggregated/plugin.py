@@ -35,7 +35,7 @@ def infermix_engine() -> list[Component]:
             build=_build,
             options=DisaggregatedOptions,
             provides=lambda options, model, machine: frozenset(
-                {"engine:score", "engine:score_decode", "engine:logits", "engine:parts"}
+                {"engine:score", "engine:score_decode", "engine:logits", "engine:parts", "engine:hands_over"}
             ),
             hosts=frozenset((*PART_ROLES, Role.TRANSFORM)),
         )

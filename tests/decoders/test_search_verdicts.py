@@ -32,9 +32,11 @@ def verdict(tmp_path: Path, model: Path, workload: str, parts: str, engine: str 
     [
         ("num_outputs: 3, temperature: 1", "kv: paged", "native", ""),
         ("num_outputs: 3, temperature: 1", "kv: dense, decoder: jacobi", "native", ""),
-        ("num_outputs: 3", "kv: paged", "native", "needs decoder:search"),
+        ("num_outputs: 3", "kv: paged", "native", "set temperature above 0, or take a decoder that searches"),
         ("num_outputs: 3, temperature: 1", "kv: {use: h2o, budget: 9}", "native", ""),
         ("num_outputs: 3, temperature: 1", "", "transformers", "needs engine:outputs"),
+        ("num_outputs: 1", "decoder: beam", "disaggregated", "rows of a search are not handed over"),
+        ("num_outputs: 1", "decoder: jacobi", "disaggregated", "knows of a prompt is not handed over"),
     ],
 )
 def test_outputs(tiny_llama: Path, tmp_path: Path, workload: str, parts: str, engine: str, reason: str) -> None:
@@ -63,6 +65,8 @@ BEAM = "decoder: {use: beam, num_beams: 4}"
         ("num_outputs: 3", BEAM, ""),
         ("temperature: 0.7", BEAM, "a search is deterministic"),
         ("stop: [x]", BEAM, "knows stop tokens only"),
+        ("num_outputs: 5", BEAM, "wants 5 outputs of each prompt, but decoder 'beam' finds 4 at most"),
+        ("repetition_penalty: 1.1", BEAM, "applies no repetition penalty"),
         ("num_outputs: 2", f"kv: {{use: h2o, budget: 9}}, {BEAM}", ""),
         ("num_outputs: 1", f"scheduler: {{use: continuous, preemption: swap}}, {BEAM}", "not swapped to the host"),
     ],
@@ -117,6 +121,16 @@ def test_a_draft_model_counts_in_the_memory_prediction(
     assert memory.total_bytes >= memory.second_bytes + memory.weights_bytes
 
 
-def test_a_draft_model_that_is_not_there(tiny_llama: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError):
-        verdict(tmp_path, tiny_llama, "num_requests: 2", f"decoder: {{use: speculative, draft: {tmp_path}/none}}")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("draft: ./none", r"x.yaml:5:\d+: parts.decoder.draft: "),
+        (
+            "draft: target, draft_quantizer: nope",
+            r"x.yaml:5:\d+: parts.decoder.draft_quantizer: no quantizer .*'nope'",
+        ),
+    ],
+)
+def test_a_draft_that_is_not_there(tiny_llama: Path, tmp_path: Path, options: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        verdict(tmp_path, tiny_llama, "num_requests: 2", f"decoder: {{use: speculative, {options}}}")

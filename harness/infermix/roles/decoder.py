@@ -39,6 +39,10 @@ class DecoderOptions(Options, frozen=True, kw_only=True):
         """The model that runs beside the target, with KV of its own."""
         return None
 
+    def most_outputs(self) -> int | None:
+        """The most outputs of one request that a search returns; `None` where they are drawn, in any number."""
+        return None
+
     def rows_per_sequence(self) -> int:
         """Rows of a batch, each with KV of its own, that one running sequence may take."""
         return 1

@@ -248,7 +248,12 @@ def outputs_needed(options: RequestOptions, model: ModelFacts, machine: MachineF
 
 def _described(options: RequestOptions, model: ModelFacts, machine: MachineFacts) -> Features:
     """Declared for parts to which it matters how requests are sampled."""
-    said = {"ignore_eos": options.ignore_eos, "sampled": options.temperature > 0, "stop_texts": bool(options.stop)}
+    said = {
+        "ignore_eos": options.ignore_eos,
+        "sampled": options.temperature > 0,
+        "stop_texts": bool(options.stop),
+        "repetition_penalty": options.repetition_penalty != 1,
+    }
     return frozenset(f"workload:{name}" for name, holds in said.items() if holds)
 
 
