@@ -203,14 +203,15 @@ def test_set_overrides(write) -> None:  # type: ignore[no-untyped-def]
     [
         ("seed", "--set: seed: has no `=` (write --set parts.kv=dense)"),
         ("sed=3", "--set: sed: unknown key (did you mean 'seed'?"),
-        ("seed=x", "--set: seed: expected int, got 'x'"),
-        ("seed=[", "--set: seed: not valid YAML"),
+        ("limits.max_model_len=x", "--set: limits.max_model_len: expected int | null, got 'x'"),
+        ("dtype=[", "--set: dtype: not valid YAML"),
         ("quality.0=p", "--set: quality.0: single items of a list cannot be set"),
         (
             "parts.kv=dense",
             "--set: parts.kv: parts.kv is swept, so this would have no effect (set sweep.parts.kv=[",
         ),
         ("parts.kv.n=1", "--set: parts.kv.n: parts.kv is swept"),
+        ("seed=7", "--set: seed: seed is swept, so this would have no effect (set sweep.zip.seed=[...]"),
         ("extends=a", "--set: extends: cannot be set"),
         ("=3", "--set: cannot be set"),
         ("model=", "--set: model: expected a mapping, got nothing"),
@@ -218,7 +219,7 @@ def test_set_overrides(write) -> None:  # type: ignore[no-untyped-def]
     ],
 )
 def test_faults_of_set(write, text: str, message: str) -> None:  # type: ignore[no-untyped-def]
-    found = faults(write(SMALL + "sweep: {parts.kv: [a, b]}\n"), text)
+    found = faults(write(SMALL + "sweep: {parts.kv: [a, b], zip: {seed: [1, 2]}}\n"), text)
     assert found[0].startswith(message), found
 
 

@@ -112,7 +112,15 @@ def _refuse_swept(document: Node, steps: tuple[str, ...]) -> None:
     """A value that every grid cell overrides would be dropped without a word."""
     sweep = document.child("sweep")
     axes = list(sweep.value) if sweep is not None and isinstance(sweep.value, dict) else []
-    for axis in axes:
+    for axis in [*axes, *_zipped(sweep)]:
         path = tuple(axis.split("."))
         if steps[: len(path)] == path:
-            raise UserError(f"{axis} is swept, so this would have no effect", hint=f"set sweep.{axis}=[...]")
+            where = "sweep" if axis in axes else "sweep.zip"
+            raise UserError(f"{axis} is swept, so this would have no effect", hint=f"set {where}.{axis}=[...]")
+
+
+def _zipped(sweep: Node | None) -> list[str]:
+    """Paths that are varied together; several groups of them are a list, of which no item can be set."""
+    found = sweep.child("zip") if sweep is not None else None
+    groups = found.value if found is not None and isinstance(found.value, list) else [found]
+    return [path for group in groups if group is not None and isinstance(group.value, dict) for path in group.value]
