@@ -25,7 +25,8 @@ _LAYOUT_HINTS = {"kv:state": " (a layout that keeps the states of its recurrent 
 #: What to do where nothing provides a feature.
 _WAYS_OUT = {
     "decoder:search": " (greedy outputs of one prompt are equal: set temperature above 0, or take a decoder that "
-    "searches)"
+    "searches)",
+    "decoder:plain": " (one token of every sequence a step, as decoder: autoregressive)",
 }
 
 #: What must not meet, since the figures would say nothing: the features, and why.
@@ -38,6 +39,7 @@ _MEANINGLESS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("decoder:search", "workload:sampled"), "a search is deterministic and draws nothing: set temperature to 0"),
     (("decoder:search", "workload:stop_texts"), "a search knows stop tokens only: use stop_token_ids"),
     (("decoder:search", "workload:repetition_penalty"), "a search applies no repetition penalty: set it to 1"),
+    (("engine:simulated", "scheduler:swap"), "the time of swaps is not simulated: use preemption: recompute"),
     (("engine:hands_over", "decoder:search"), "rows of a search are not handed over from worker to worker"),
     (
         ("engine:hands_over", "decoder:drafts"),

@@ -321,6 +321,7 @@ def infermix_decoder() -> list[Component]:
             summary="one forward per token",
             build=_build_autoregressive,
             requires=("torch",),
+            provides=lambda options, model, machine: frozenset({"decoder:plain"}),
         )
     ]
 

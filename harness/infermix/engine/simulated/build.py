@@ -70,8 +70,10 @@ def _scheduler(context: EngineContext) -> Any:
 
 def _refuse(context: EngineContext) -> None:
     decoder = context.parts[Role.DECODER]
-    if "decoder:drafts" in decoder.component.provides(decoder.options, context.facts, context.machine):
-        raise Unsupported(f"decoder {decoder.component.name!r} drafts tokens; how many are accepted is not simulated")
+    if "decoder:plain" not in decoder.component.provides(decoder.options, context.facts, context.machine):
+        raise Unsupported(
+            f"only one token of every sequence a step is simulated, not decoder {decoder.component.name!r}"
+        )
     if getattr(context.parts[Role.SCHEDULER].options, "preemption", "recompute") == "swap":
         raise Unsupported("the time of swaps is not simulated: use preemption: recompute")
 

@@ -95,6 +95,7 @@ COMPONENTS = (
         summary="scheduler, KV space and metrics on a virtual clock, steps as long as a model of them says",
         build=_build,
         options=SimulatedOptions,
+        needs=lambda options, model, machine: frozenset({"decoder:plain"}),
         provides=_provides,
         hosts=frozenset((*PART_ROLES, Role.TRANSFORM)),
     ),
