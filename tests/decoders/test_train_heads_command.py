@@ -63,7 +63,10 @@ def test_prompts_of_every_kind(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--method", "jacobi"], "has nothing to train"),
+        (["--method", "jacobi"], "no decoder 'jacobi' has heads to train (known: eagle, medusa)"),
+        (["--method", "medusas"], "no decoder 'medusas' has heads to train (did you mean 'medusa'?"),
+        (["--method", "medusa", "--output", "/dev/null"], "--output /dev/null: /dev/null is no folder"),
+        (["--method", "medusa", "--output", "/dev/null/heads"], "/dev/null is no folder that can be written to"),
         (["--method", "medusa:heads=3"], "unknown key"),
         (["--method", "medusa", "--parts", "attention"], "names no part"),
         (["--method", "medusa", "--new-tokens", "9000"], "more than the 8192 positions"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ from infermix.commands.arguments import parse_options, positive, rate
 from infermix.cost.machine import machine_facts
 from infermix.cost.model_facts import read_model_facts
 from infermix.cost.source import locate_model
-from infermix.errors import Unsupported, UserError
+from infermix.errors import Unsupported, UserError, nearest
 from infermix.measure.clock import now_ns
 from infermix.plugins import Catalogue, load_catalogue
 from infermix.roles.component import PART_ROLES, Choice, Registered, Role
@@ -64,12 +65,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace) -> int:
     started, catalogue = _now_s(), load_catalogue()
     trainer, options = _trainer(args.method, catalogue)
+    _check_output(args.output, args.model)
     training = _prepare(args, catalogue, started)
     texts_s = _now_s() - started
     figures = trainer.train(options, training)
     spent = {"texts": len(training.samples), "texts_s": texts_s, "total_s": _now_s() - started}
     print(json.dumps({**figures, **training.about, **spent, "output": str(args.output)}, indent=2))
     return 0
+
+
+def _check_output(folder: Path, model: str) -> None:
+    """Before hours of training. Raises `UserError` for a folder that cannot be written to, or that is the model's."""
+    if folder.exists() and Path(model).exists() and folder.samefile(model):
+        raise UserError("is the folder of the model, whose files heads would replace", where=f"--output {folder}")
+    above = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        raise UserError(f"{above} is no folder that can be written to", where=f"--output {folder}")
 
 
 def _now_s() -> float:
@@ -93,10 +104,11 @@ def _usable(registered: Registered, role: str) -> Registered:
 def _trainer(text: str, catalogue: Catalogue) -> tuple[Trainer, Any]:
     """Raises `UserError` for a decoder that there is not, that trains nothing, or whose options are wrong."""
     name, _, given = text.partition(":")
+    able = [each.component.name for each in catalogue.all(Role.DECODER) if each.component.trainer is not None]
+    if name not in able:
+        raise UserError(f"no decoder {name!r} has heads to train", where="--method", hint=nearest(name, able))
     trainer = _usable(catalogue.find(Role.DECODER, name), "decoder").component.trainer
-    if trainer is None:
-        able = [each.component.name for each in catalogue.all(Role.DECODER) if each.component.trainer is not None]
-        raise UserError(f"decoder {name!r} has nothing to train", where="--method", hint=f"one of {', '.join(able)}")
+    assert trainer is not None
     return trainer, _checked(trainer.options, given, "--method")
 
 
