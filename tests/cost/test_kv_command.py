@@ -62,6 +62,12 @@ def test_every_registered_layout_has_a_row_with_figures_or_a_reason(capsys: pyte
     assert found["none"]["batch_bytes"] == 0
 
 
+def test_a_reason_says_what_would_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ("--layouts", "kivi:group_size=48,block_size=48,residual_length=96")
+    (row,) = answer(capsys, "shape:llama-3-8b", *given, *H200)["layouts"]
+    assert row["reason"].endswith("(sizes that fit: 2, 4, 8, 16, 32, 64, 128)")
+
+
 def test_layouts_with_options(capsys: pytest.CaptureFixture[str]) -> None:
     data = answer(capsys, "shape:llama-3-8b", "--layouts", "paged:block_size=256", "paged", "--context", "100", *H200)
     wide, narrow = data["layouts"]

@@ -143,8 +143,8 @@ def _row(label: str, registered: Registered, options: Any, question: _Question) 
     try:
         return _measured(label, component.lossless(options), component.build(options, None), question)
     except InfermixError as error:
-        message = error.message if isinstance(error, UserError) else str(error)
-        return Row(label, component.lossless(options), reason=message)
+        reason = str(UserError(error.message, hint=error.hint)) if isinstance(error, UserError) else str(error)
+        return Row(label, component.lossless(options), reason=reason)
 
 
 def _unmet(component: Component, options: Any, question: _Question) -> str | None:
