@@ -133,6 +133,14 @@ def test_versions_that_differ_are_pointed_out(make_record) -> None:
     assert "Rows were measured with different versions of torch." in table.cautions
 
 
+@pytest.mark.parametrize(("state", "told"), [("ok", True), ("error", False)])
+def test_threads_of_measured_rows_are_compared(make_record, state: str, told: bool) -> None:
+    environment = make_record().environment | {"threads": {"OMP_NUM_THREADS": "31"}}
+    other = make_record(parts={"kv": "x"}, environment=environment, state=state)
+    (table,) = build_board([make_record(), other]).tables
+    assert ("Rows were measured with different numbers of threads." in table.cautions) == told
+
+
 def test_columns_that_do_not_differ_become_conditions(table: Table) -> None:
     assert table.mix_columns == ["attention", "kv", "quantizer"]
     assert dict(table.conditions)["equal in all rows"] == "decoder autoregressive, engine native, dtype float32"
