@@ -37,7 +37,7 @@ from infermix.spec.load import Sweep
 from infermix.spec.validate import Locate, Report, check_struct, nowhere
 from infermix.spec.yaml_marks import KeyPath
 
-_ReadsFiles = WorkloadOptions | EvaluatorOptions | QuantizerOptions | EngineOptions
+_ReadsFiles = WorkloadOptions | EvaluatorOptions | QuantizerOptions | EngineOptions | DecoderOptions
 
 #: How the place of a line inside a data file ends.
 _IN_FILE = re.compile(r":\d+$")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
+from infermix.errors import UserError
 from infermix.roles.component import Options
+from infermix.roles.decoder import DecoderOptions
 from msgspec import Meta
 
 Heads = Annotated[
@@ -20,8 +23,18 @@ TreeTokens = Annotated[
 ]
 
 
-class MedusaOptions(Options, frozen=True, kw_only=True):
+class HeadsOptions(DecoderOptions, frozen=True, kw_only=True):
     heads: Heads
+
+    def check(self, base: Path) -> None:
+        """That a folder of heads is there; what is in it is read when the decoder is built."""
+        path = base / self.heads / "config.json"
+        if not path.is_file():
+            hint = "infermix train-heads writes such a folder"
+            raise UserError("there is no such file", where=str(path), key="heads", hint=hint)
+
+
+class MedusaOptions(HeadsOptions, frozen=True, kw_only=True):
     num_draft_tokens: TreeTokens = 31
     acceptance: Annotated[
         Literal["exact", "typical"],
@@ -36,8 +49,7 @@ class MedusaOptions(Options, frozen=True, kw_only=True):
     ] = 0.3
 
 
-class EagleOptions(Options, frozen=True, kw_only=True):
-    heads: Heads
+class EagleOptions(HeadsOptions, frozen=True, kw_only=True):
     num_draft_tokens: TreeTokens = 31
     depth: Annotated[int, Meta(ge=1, le=16, description="longest branch", extra={"unit": "tokens"})] = 5
     beam: Annotated[

@@ -137,3 +137,14 @@ def test_a_draft_model_counts_in_the_memory_prediction(
 def test_a_draft_that_is_not_there(tiny_llama: Path, tmp_path: Path, options: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         verdict(tmp_path, tiny_llama, "num_requests: 2", f"decoder: {{use: speculative, {options}}}")
+
+
+@pytest.mark.parametrize("decoder", ["medusa", "eagle"])
+def test_heads_that_are_not_there(tiny_llama: Path, tmp_path: Path, decoder: str) -> None:
+    message = r"x.yaml:5:\d+: parts.decoder.heads: .*/none/config.json: there is no such file \(infermix train-heads"
+    parts = f"kv: dense, decoder: {{use: {decoder}, heads: none}}"
+    with pytest.raises(UserError, match=message):
+        verdict(tmp_path, tiny_llama, "num_requests: 2", parts)
+    (tmp_path / "none").mkdir()
+    (tmp_path / "none/config.json").write_text("{}")
+    assert verdict(tmp_path, tiny_llama, "num_requests: 2", parts) == ""

@@ -33,7 +33,10 @@ class SecondModelUse:
 
 
 class DecoderOptions(Options, frozen=True, kw_only=True):
-    """Base of the options of decoders that need more of the engine than one row of a batch per sequence."""
+    """Base of the options of decoders that read files, or need more of the engine than one row per sequence."""
+
+    def check(self, base: Path) -> None:
+        """Raises `UserError` where files that the options name (relative to `base`) are not there."""
 
     def second_model(self) -> SecondModelUse | None:
         """The model that runs beside the target, with KV of its own."""
