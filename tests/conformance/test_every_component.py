@@ -195,6 +195,7 @@ def test_decoder_emits_what_the_model_says(registered: Registered, given: dict[s
     conformance.check_decoder(component, options)
 
 
+@pytest.mark.usefixtures("beside_heads")
 @pytest.mark.full
 @pytest.mark.parametrize(("registered", "given"), _cases(Role.DECODER))
 def test_lossless_decoder_keeps_the_distribution(registered: Registered, given: dict[str, Any]) -> None:

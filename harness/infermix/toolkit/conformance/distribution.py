@@ -19,6 +19,8 @@ from infermix.toolkit.tree_verification import DraftTree
 
 VOCABULARY = 5
 DRAWS = 20_000
+#: Sequences at once: a draft layer keeps KV for each.
+LANES = 500
 #: Sequence length -> 0.9999 quantile of chi-square for 5^length - 1 degrees of freedom.
 LIMITS = {1: 23.5, 2: 58.6, 3: 190.7}
 
@@ -38,6 +40,7 @@ class Bigrams:
         self.table = scale * torch.randn(VOCABULARY, VOCABULARY, generator=generator)
         self.sampler = TokenSampler(lanes, VOCABULARY, torch.device("cpu"), ())
         self.facts = replace(example_model(), vocab_size=VOCABULARY)
+        self.hidden = torch.randn(VOCABULARY, self.facts.hidden_size, generator=generator)
         self.runner = self.space = self
 
     def forward(self, plan: Plan, want: Want = Want()) -> Forward:
@@ -54,7 +57,13 @@ class Bigrams:
             depths = DraftTree(entry.draft_ids, parents).depths()
             positions += [seq.num_tokens + depth for depth in (0, *depths)]
         lanes = torch.tensor([seq.lane for seq in sequences])
-        return Forward(self.table[torch.tensor(last)], sequences, lanes, positions if want.draft_logits else None)
+        # Drafts of tokens that it never says are never accepted: what follows them does not matter.
+        said = torch.tensor(last) % VOCABULARY
+        found = Forward(self.table[said], sequences, lanes, positions if want.draft_logits else None)
+        if want.hidden:
+            found.hidden, found.hidden_rows = self.hidden[said], list(range(len(last)))
+            found.first_rows = {seq.seq_id: row for row, seq in reversed(list(enumerate(sequences)))}
+        return found
 
     def reserve(self, *given: Any) -> bool:
         return True
@@ -65,13 +74,16 @@ class Bigrams:
     release = truncate
 
 
-def draw_sequences(decoder: Decoder, target: Bigrams, length: int, draws: int, **sampling: Any) -> Tensor:
+def draw_sequences(
+    decoder: Decoder, target: Bigrams, length: int, draws: int, first_seed: int = 0, **sampling: Any
+) -> Tensor:
     """`[draws, length]` tokens that the decoder draws after token 0, each sequence with a seed of its own."""
     params = {"temperature": 1.0, "max_new_tokens": 64, **sampling}
     running = []
-    for index in range(draws):
-        request = Request(request_id=str(index), prompt_ids=(0,), sampling=SamplingParams(seed=index, **params))
-        running.append(Sequence(index, request, [0], 1, lane=index))
+    for lane in range(draws):
+        seed = first_seed + lane
+        request = Request(request_id=str(seed), prompt_ids=(0,), sampling=SamplingParams(seed=seed, **params))
+        running.append(Sequence(seed, request, [0], 1, lane=lane))
     sequences = running
     while running:
         plan = Plan([Scheduled(seq, 1) for seq in running])
@@ -79,6 +91,9 @@ def draw_sequences(decoder: Decoder, target: Bigrams, length: int, draws: int, *
             emission.sequence.tokens.extend(emission.token_ids)
             emission.sequence.num_computed = len(emission.sequence.tokens) - 1
         running = [seq for seq in running if len(seq.tokens) <= length]
+    forget = getattr(decoder, "forget", None)
+    for seq in sequences if forget is not None else ():
+        forget(seq)
     return torch.tensor([seq.tokens[1 : length + 1] for seq in sequences])
 
 
@@ -98,12 +113,14 @@ def chi_square(drawn: Tensor, table: Tensor, length: int, temperature: float = 1
 def check_distribution(component: Component, options: Any = None, *, draws: int = DRAWS) -> None:
     """Chi-square over `draws` sequences. A draft model, where the decoder asks for one, is another random bigram."""
     options = component.options() if options is None else options
-    target = Bigrams(1, draws)
+    target = Bigrams(1, LANES)
     context = replace(
-        toy_context(), facts=target.facts, max_num_seqs=draws, tokenizer=None,
-        second=lambda *given, **named: Bigrams(2, draws),
+        toy_context(), facts=target.facts, max_num_seqs=LANES, tokenizer=None,
+        second=lambda *given, **named: Bigrams(2, LANES),
     )  # fmt: skip
-    drawn = draw_sequences(component.build(options, context), target, max(LIMITS), draws)
+    decoder, longest = component.build(options, context), max(LIMITS)
+    seeds = range(0, draws, LANES)
+    drawn = torch.cat([draw_sequences(decoder, target, longest, min(LANES, draws - seed), seed) for seed in seeds])
     for length, limit in LIMITS.items():
         found = chi_square(drawn, target.table, length)
         assert found < limit, f"{component.name}: chi-square {found:.1f} over {length} tokens, at most {limit}"
