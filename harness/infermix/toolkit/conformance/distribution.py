@@ -91,8 +91,8 @@ def draw_sequences(
             emission.sequence.tokens.extend(emission.token_ids)
             emission.sequence.num_computed = len(emission.sequence.tokens) - 1
         running = [seq for seq in running if len(seq.tokens) <= length]
-    forget = getattr(decoder, "forget", None)
-    for seq in sequences if forget is not None else ():
+    forget = getattr(decoder, "forget", lambda sequence: None)
+    for seq in sequences:
         forget(seq)
     return torch.tensor([seq.tokens[1 : length + 1] for seq in sequences])
 
