@@ -40,6 +40,7 @@ _MEANINGLESS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("decoder:search", "workload:stop_texts"), "a search knows stop tokens only: use stop_token_ids"),
     (("decoder:search", "workload:repetition_penalty"), "a search applies no repetition penalty: set it to 1"),
     (("engine:simulated", "scheduler:swap"), "the time of swaps is not simulated: use preemption: recompute"),
+    (("engine:hands_over", "kv:state"), "states of recurrent layers are not handed over from worker to worker"),
     (("engine:hands_over", "decoder:search"), "rows of a search are not handed over from worker to worker"),
     (
         ("engine:hands_over", "decoder:drafts"),

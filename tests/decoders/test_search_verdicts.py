@@ -38,6 +38,8 @@ def verdict(tmp_path: Path, model: Path, workload: str, parts: str, engine: str 
         ("num_outputs: 1", "decoder: autoregressive", "simulated", ""),
         ("num_outputs: 1", "decoder: beam", "simulated", "needs decoder:plain"),
         ("num_outputs: 1", "decoder: synthetic_acceptance", "simulated", "needs decoder:plain"),
+        ("num_outputs: 1", "kv: dense", "disaggregated", ""),
+        ("num_outputs: 1", "kv: concat", "disaggregated", "needs kv:swap, which kv 'concat' does not provide"),
         ("num_outputs: 1", "decoder: beam", "disaggregated", "rows of a search are not handed over"),
         ("num_outputs: 1", "decoder: jacobi", "disaggregated", "knows of a prompt is not handed over"),
     ],
