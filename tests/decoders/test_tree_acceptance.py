@@ -11,9 +11,10 @@ from infermix.roles.decoder import Forward, Want
 from infermix.roles.request import Request, SamplingParams, Sequence
 from infermix.roles.scheduler import Plan, Scheduled
 from infermix.toolkit import tree_verification
+from infermix.toolkit.conformance.distribution import DRAWS, LIMITS, VOCABULARY, Bigrams, chi_square
 from infermix.toolkit.tree_verification import DraftTree, TreeDecoder, Verified
 from infermix_decoders.typical import TypicalTreeDecoder, longest_branch, typical_scores
-from test_rejection_sampling import DRAWS, FEW, LIMITS, VOCAB, Bigrams, chi_square
+from test_rejection_sampling import FEW
 from torch import Tensor
 
 #: Two guesses behind the text, then two behind the first of them and one behind one of those.
@@ -138,7 +139,7 @@ def test_the_longest_branch_wins_then_the_likeliest() -> None:
 
 
 def test_greedy_requests_under_typical_acceptance_stay_greedy() -> None:
-    p = torch.zeros(3, VOCAB, dtype=torch.float64)
+    p = torch.zeros(3, VOCABULARY, dtype=torch.float64)
     p[:, 2] = 1.0
     scores = typical_scores(p, torch.tensor([0, 0, 0]), torch.tensor([0, 2, 3]), epsilon=0.09, delta=0.3)
     assert [score == 0.0 for score in scores.tolist()] == [False, True, False]

@@ -244,7 +244,7 @@ import infermix.api
 from infermix.commands import run
 infermix.api.run = functools.partial(infermix.api.run, extra_plugins=[sys.argv[3]])
 sys.exit(run.execute(Namespace(file=Path(sys.argv[1]), out=Path(sys.argv[2]), sets=[], only=None, fresh=False,
-                               profile=False, no_ceilings=True)))
+                               ray=None, profile=False, no_ceilings=True)))
 """
 
 

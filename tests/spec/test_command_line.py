@@ -20,6 +20,8 @@ VERBS = [
     "run",
     "plan",
     "find-rate",
+    "calibrate",
+    "predict",
     "plugins",
     "schema",
     "leaderboard",
@@ -27,7 +29,9 @@ VERBS = [
     "show",
     "cost",
     "kv",
+    "train-heads",
     "doctor",
+    "env",
     "new-plugin",
 ]
 EXPERIMENT = """model: {source: tiny.json, weights: dummy}
