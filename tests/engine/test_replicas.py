@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from infermix.engine.components import NativeOptions
+from infermix.engine.simulated.components import SimulatedOptions
 from infermix.errors import UserError
 from infermix.measure.drive import drive
 from infermix.roles.request import Request, SamplingParams
@@ -104,3 +106,9 @@ def test_prefix_affinity_yields_to_imbalance_and_forgets() -> None:
     assert short != first, "less than a piece is no beginning"
     router.reset()
     assert router.choose(request(*shared, 1)) == 0
+
+
+@pytest.mark.parametrize("options", [NativeOptions, SimulatedOptions])
+def test_a_router_without_a_choice_is_refused(options: Any) -> None:
+    with pytest.raises(ValueError, match="replicas: 2 or more"):
+        options(router="least_loaded")

@@ -59,6 +59,7 @@ class NativeOptions(ReplicaOptions, frozen=True):
     ] = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.step_log and self.replicas > 1:
             raise ValueError("step_log: true takes one engine, not several replicas")
 

@@ -28,3 +28,7 @@ class ReplicaOptions(EngineOptions, frozen=True):
             "sent the longest beginning of the prompt before, unless it is too busy"
         ),
     ] = "round_robin"
+
+    def __post_init__(self) -> None:
+        if self.replicas == 1 and self.router != "round_robin":
+            raise ValueError(f"router {self.router!r} has one engine to choose from; it needs replicas: 2 or more")
