@@ -2,65 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from infermix.errors import OutOfMemory
 from infermix.roles.batch import Batch, GroupBatch
+from infermix.roles.kv_grouped import fills_words
 from infermix.roles.kv_space import KVGroup, KVShape
 from infermix.toolkit.once import once_per_forward
 from infermix.toolkit.pool_store import BlockStore
-from infermix_kernels.reference.grouped import pack
+from infermix_kernels.reference.grouped import GroupedPools, write_groups
 from torch import Tensor
 
-from infermix_kv.kivi_pack import quantize
 from infermix_kv.kivi_rule import KiviRule
 from infermix_kv.kivi_steps import KiviStep, plan_step
 from infermix_kv.kivi_view import KiviView
-
-
-@dataclass(frozen=True, slots=True)
-class KiviLayer:
-    """One layer: what `GroupedView` describes, of `(num_blocks + 1) * block_size / G` groups of G tokens.
-
-    The rows of the tail follow each other, `tail_keys`, `tail_values` `[(rows + 1) * capacity, Hkv, D]`, the last one
-    the sink.
-    """
-
-    keys: Tensor
-    values: Tensor
-    key_factors: Tensor
-    value_factors: Tensor
-    tail_keys: Tensor
-    tail_values: Tensor
-    bits: int
-
-    @property
-    def quantized(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return self.keys, self.values, self.key_factors, self.value_factors
-
-    def flush(self, k: Tensor, v: Tensor, target: Tensor) -> None:
-        """Quantize whole groups `k [n, G, Hkv, Dk]`, `v [n, G, Hkv, Dv]` into the groups `target [n]`."""
-        numbers, *factors = quantize(k.transpose(1, 2), self.bits, dim=2)
-        self.keys.index_copy_(0, target, pack(numbers, self.bits))
-        self.key_factors.index_copy_(0, target, torch.stack(factors, dim=-1).squeeze(2))
-        grouped = v.transpose(1, 2).unflatten(-1, (self.value_factors.shape[3], -1))
-        numbers, *factors = quantize(grouped, self.bits, dim=-1)
-        self.values.index_copy_(0, target, pack(numbers.flatten(-2), self.bits))
-        self.value_factors.index_copy_(0, target, torch.cat(factors, dim=-1))
 
 
 class KiviStore:
     """New tokens go to the tail; groups that have become old go from there, or straight from a long chunk, to blocks.
 
     How many groups that will be is not known when a decode step is captured: the most that its query length can
-    complete are computed for every sequence, and those that are not complete are written to the sink.
+    complete take part for every sequence, and those that are not complete are written to the sink, or, where `fused`
+    (on a GPU, groups and heads of whole words), left out by the kernel that does all of it.
     """
 
     def __init__(
         self, shape: KVShape, device: torch.device | str, dtype: torch.dtype, bits: int, rule: KiviRule
     ) -> None:
         self._shape, self._rule = shape, rule
+        widths = (width for group in shape.groups for width in (group.key_dim, group.value_dim))
+        self.fused = torch.device(device).type == "cuda" and fills_words(bits, rule.group_size, *widths)
         try:
             self._layers = {
                 layer: _allocate(shape, group, device, dtype, bits, rule)
@@ -72,31 +42,35 @@ class KiviStore:
         per_block = shape.block_size // rule.group_size
         self._blocks = BlockStore(
             {
-                idx: tuple(part.unflatten(0, (-1, per_block)) for part in layer.quantized)
-                for idx, layer in self._layers.items()
+                idx: tuple(part.unflatten(0, (-1, per_block)) for part in _quantized(pools))
+                for idx, pools in self._layers.items()
             }
         )
-        self._rows = BlockStore(
-            {
-                idx: tuple(part.unflatten(0, (-1, rule.capacity)) for part in (layer.tail_keys, layer.tail_values))
-                for idx, layer in self._layers.items()
-            }
-        )
+        self._rows = BlockStore({idx: (pools.tail_keys, pools.tail_values) for idx, pools in self._layers.items()})
 
     def write(self, layer_idx: int, k: Tensor, v: Tensor, batch: Batch, group: GroupBatch) -> None:
-        step, layer = self._step(layer_idx, batch), self._layers[layer_idx]
-        if step.target is not None:
-            layer.flush(step.gather(layer.tail_keys, k), step.gather(layer.tail_values, v), step.target)
-        layer.tail_keys.index_copy_(0, step.tail_slots, k)
-        layer.tail_values.index_copy_(0, step.tail_slots, v)
+        step, pools = self._step(layer_idx, batch), self._layers[layer_idx]
+        tails = pools.tail_keys.flatten(0, 1), pools.tail_values.flatten(0, 1)
+        if step.target is not None and self.fused:
+            self._write_fused(pools, step, k, v)
+        elif step.target is not None:
+            write_groups(step.gather(tails[0], k), step.gather(tails[1], v), pools, step.target)
+        for tail, new in zip(tails, (k, v), strict=True):
+            tail.index_copy_(0, step.tail_slots, new)
+
+    def _write_fused(self, pools: GroupedPools, step: KiviStep, k: Tensor, v: Tensor) -> None:
+        from infermix_kernels.group_write import write_groups
+
+        assert step.target is not None and step.old is not None  # noqa: PT018
+        sink = self._shape.sink_block * (self._shape.block_size // self._rule.group_size)
+        write_groups(k, v, pools, step.target, step.old, step.fresh, num_groups=sink)
 
     def view(self, layer_idx: int, batch: Batch, group: GroupBatch) -> KiviView:
-        layer, ring = self._layers[layer_idx], (-1, self._rule.capacity)
-        tails = layer.tail_keys.unflatten(0, ring), layer.tail_values.unflatten(0, ring)
-        rows = batch.tables[1].block_tables[:, 0]
+        pools, rows = self._layers[layer_idx], batch.tables[1].block_tables[:, 0]
         return KiviView(
-            *layer.quantized,
-            *tails,
+            *_quantized(pools),
+            pools.tail_keys,
+            pools.tail_values,
             batch.tables[0].block_tables,
             rows,
             batch.context_lens,
@@ -121,22 +95,28 @@ class KiviStore:
         return once_per_forward(batch, layer_idx, "kivi", lambda: plan_step(batch, self._shape, self._rule))
 
 
+def _quantized(pools: GroupedPools) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return pools.keys, pools.values, pools.key_factors, pools.value_factors
+
+
 def _allocate(
     shape: KVShape, group: KVGroup, device: torch.device | str, dtype: torch.dtype, bits: int, rule: KiviRule
-) -> KiviLayer:
+) -> GroupedPools:
+    """Of `(num_blocks + 1) * block_size / G` groups and a row of the tail per sequence, the last of each the sink."""
     size, heads = rule.group_size, group.num_kv_heads
     groups = (shape.num_blocks + 1) * shape.block_size // size
-    slots = (shape.blocks_of(1) + 1) * rule.capacity
+    tail = (shape.blocks_of(1) + 1, rule.capacity, heads)
 
     def zeros(dtype: torch.dtype, *dims: int) -> Tensor:
         return torch.zeros(dims, device=device, dtype=dtype)
 
-    return KiviLayer(
+    return GroupedPools(
         keys=zeros(torch.uint8, groups, heads, size, group.key_dim * bits // 8),
         values=zeros(torch.uint8, groups, heads, size, group.value_dim * bits // 8),
         key_factors=zeros(torch.float16, groups, heads, group.key_dim, 2),
         value_factors=zeros(torch.float16, groups, heads, size, group.value_dim // size, 2),
-        tail_keys=zeros(dtype, slots, heads, group.key_dim),
-        tail_values=zeros(dtype, slots, heads, group.value_dim),
-        bits=bits,
+        tail_keys=zeros(dtype, *tail, group.key_dim),
+        tail_values=zeros(dtype, *tail, group.value_dim),
+        block_size=shape.block_size,
+        num_recent=rule.num_recent,
     )

@@ -17,8 +17,7 @@ from infermix.roles.facts import MachineFacts
 from infermix.roles.kv_space import KVBudget, KVGroup
 from infermix.toolkit.conformance.batches import make_batch, next_token
 from infermix.toolkit.conformance.component import example_model
-from infermix_kernels.reference.grouped import pack, unpack
-from infermix_kv.kivi_pack import quantize
+from infermix_kernels.reference.grouped import pack, quantize, unpack
 from infermix_kv.kivi_rule import KiviRule
 from infermix_kv.kv_kivi import KiviLayout
 from infermix_kv.kv_quantized import QuantizedLayout

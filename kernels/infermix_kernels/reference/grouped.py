@@ -9,6 +9,8 @@ from torch import Tensor
 
 from infermix_kernels.reference.attention import attend, visible_keys
 
+_LARGEST = torch.finfo(torch.float16).max
+
 
 @dataclass(frozen=True, slots=True)
 class GroupedPools:
@@ -58,6 +60,33 @@ class GroupedPools:
         both = keys, values.flatten(-2)
         k, v = (part.transpose(1, 2).flatten(0, 1).to(dtype) for part in both)
         return k, v
+
+
+def quantize(x: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Numbers uint8 below `2 ** bits`, scale and zero point fp16 with `dim` of size 1: `number * scale + zero = x`.
+
+    Asymmetric: the least number of a group along `dim` is its zero point, the greatest the last step above it.
+    """
+    wide = x.float()
+    low, high = wide.amin(dim, keepdim=True), wide.amax(dim, keepdim=True)
+    zero = low.clamp(-_LARGEST, _LARGEST).half()
+    scale = ((high - zero.float()) / (2**bits - 1)).clamp(0, _LARGEST).half()
+    steps = scale.float()
+    inverse = torch.where(steps > 0, 1 / steps, torch.zeros_like(steps))
+    numbers = ((wide - zero.float()) * inverse).round().clamp(0, 2**bits - 1)
+    return numbers.to(torch.uint8), scale, zero
+
+
+def write_groups(k: Tensor, v: Tensor, pools: GroupedPools, target: Tensor) -> None:
+    """Quantize whole groups `k [n, G, Hkv, Dk]`, `v [n, G, Hkv, Dv]` into the groups `target [n]`."""
+    bits = pools.bits
+    numbers, *factors = quantize(k.transpose(1, 2), bits, dim=2)
+    pools.keys.index_copy_(0, target, pack(numbers, bits))
+    pools.key_factors.index_copy_(0, target, torch.stack(factors, dim=-1).squeeze(2))
+    grouped = v.transpose(1, 2).unflatten(-1, (pools.value_factors.shape[3], -1))
+    numbers, *factors = quantize(grouped, bits, dim=-1)
+    pools.values.index_copy_(0, target, pack(numbers.flatten(-2), bits))
+    pools.value_factors.index_copy_(0, target, torch.cat(factors, dim=-1))
 
 
 def pack(numbers: Tensor, bits: int) -> Tensor:

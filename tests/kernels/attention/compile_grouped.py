@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from compile_sm90 import compile_prepared
+from infermix_kernels import group_write
 from infermix_kernels.attention_call import Prepared, Rules, Workspace
 from infermix_kernels.attention_grouped import GroupedPools, prepare
 from infermix_kernels.launch import Launch
@@ -54,19 +55,33 @@ def prepared(
     return prepare(tensors, pools, wanted, (query, context), Workspace.allocate("meta"), launch)
 
 
+def writing(bits: int, fresh: bool) -> Prepared:
+    """Groups that 64 sequences may complete in a step of one token, or a long chunk."""
+    packed = [torch.empty(129, 8, 32, 16 * bits, dtype=torch.uint8, device="meta") for _ in range(2)]
+    factors = [torch.empty(129, 8, *size, 2, dtype=torch.float16, device="meta") for size in ((128,), (32, 4))]
+    tails = [torch.empty(65, 128, 8, 128, dtype=torch.bfloat16, device="meta") for _ in range(2)]
+    pools = GroupedPools(packed[0], packed[1], factors[0], factors[1], tails[0], tails[1], 32, 64)
+    new = torch.empty(64, 8, 128, dtype=torch.bfloat16, device="meta")
+    target = torch.empty(64, dtype=torch.int64, device="meta")
+    old = torch.empty(64, 32, dtype=torch.int64, device="meta")
+    return group_write.prepare(new, new, pools, (target, old, old if fresh else None), 128)
+
+
 #: Name, bytes that may spill, launch. The first ones are compiled in every run of the tests.
 CONFIGURATIONS: list[tuple[str, int, dict[str, Any]]] = [
     ("int4 decode", 16, {"lens": (64, 1, 8192)}),
     ("int2 decode", 16, {"lens": (64, 1, 8192), "bits": 2}),
     ("int4 prefill", 256, {"lens": (4, 4096, 4096)}),
+    ("int4 write", 0, {"bits": 4, "fresh": False}),
     ("int4 one sequence, all rules", 0, {"lens": (1, 1, 8192), "window": 1024, "softcap": 30.0, "sinks": True}),
     ("int4 verification", 0, {"lens": (8, 8, 4096)}),
     ("int2 prefill", 256, {"lens": (4, 4096, 4096), "bits": 2}),
+    ("int2 write of a long chunk", 0, {"bits": 2, "fresh": True}),
 ]
 
 if __name__ == "__main__":
     for name, allowed, wanted in CONFIGURATIONS[: int(sys.argv[1])]:
-        built = compile_prepared(prepared(**wanted))
+        built = compile_prepared(writing(**wanted) if "write" in name else prepared(**wanted))
         row = {"name": name, "registers": built.registers, "spill_bytes": built.spill_bytes}
         row |= {"allowed_spill_bytes": allowed, "shared_bytes": built.shared_bytes}
         print(json.dumps(row), flush=True)

@@ -26,6 +26,7 @@ _NAMES = {
     torch.int32: "i32",
     torch.int64: "i64",
     torch.int8: "i8",
+    torch.uint8: "u8",
     torch.float8_e4m3fn: "fp8e4nv",
 }
 RULES: dict[str, Any] = {"window": 1024, "softcap": 30.0, "sinks": True}

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import group_write_interpreted as written
 import pytest
 import torch
 from attention_cases import error
 from grouped_cases import TOLERANCE, GroupedCase, build, expected
 from infermix_kernels.attention import Workspace
 from infermix_kernels.attention_grouped import grouped_attention
+from infermix_kernels.group_write import write_groups
 from infermix_kernels.launch import Launch
+from infermix_kernels.reference import grouped as meant
 
 pytestmark = [
     pytest.mark.gpu,
@@ -82,3 +85,26 @@ def test_a_captured_call_follows_its_tensors(bits: int) -> None:
         out.fill_(float("nan"))
         graph.replay()
         assert error(out, reference) < TOLERANCE[BF16]
+
+
+@pytest.mark.parametrize(("bits", "fresh"), [(4, False), (2, True)])
+def test_groups_are_written_as_plain_pytorch_writes_them(bits: int, fresh: bool) -> None:
+    """A scale or a number may be rounded the other way now and then: PyTorch divides by multiplying on a GPU."""
+    generator = torch.Generator().manual_seed(bits)
+    pools, plain = (written.moved(written.random_pools(bits, 32, (128, 64), generator), "cuda") for _ in range(2))
+    for name in ("tail_keys", "tail_values"):
+        getattr(plain, name).copy_(getattr(pools, name))
+    k, v = (torch.randn(9, written.HEADS, dim, generator=generator).to("cuda") for dim in (128, 64))
+    old = torch.randint(2 * written.CAPACITY, (3, 32), generator=generator).to("cuda")
+    new = torch.randint(-6, 9, (3, 32), generator=generator).clamp(min=-1).to("cuda") if fresh else None
+    target = torch.tensor([3, 0, 4], device="cuda")
+    rows = [written.gather(tail, each, old, new) for tail, each in ((pools.tail_keys, k), (pools.tail_values, v))]
+    meant.write_groups(*rows, plain, target)
+    write_groups(k, v, pools, target, old, new, num_groups=4)
+    for ours, theirs in ((pools.key_factors, plain.key_factors), (pools.value_factors, plain.value_factors)):
+        assert torch.allclose(ours[:4].float(), theirs[:4].float(), rtol=2**-10)
+    for ours, theirs in ((pools.keys, plain.keys), (pools.values, plain.values)):
+        off = (meant.unpack(ours[:4], bits).int() - meant.unpack(theirs[:4], bits).int()).abs()
+        assert int(off.max()) <= 1
+        assert float(off.float().mean()) < 1e-3
+        assert not ours[4].any()

@@ -19,11 +19,11 @@ FOLDER = Path(__file__).parent
 
 
 def test_interpreted_kernels_match_the_reference() -> None:
-    path = str(FOLDER / "grouped_interpreted.py")
-    assert " passed" in run_python(["-m", "pytest", "-q", "-p", "no:xdist", path], TRITON_INTERPRET="1")
+    paths = [str(FOLDER / name) for name in ("grouped_interpreted.py", "group_write_interpreted.py")]
+    assert " passed" in run_python(["-m", "pytest", "-q", "-p", "no:xdist", *paths], TRITON_INTERPRET="1")
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(6, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", [2, pytest.param(8, marks=pytest.mark.full)])
 def test_configurations_compile_for_sm_90_without_spills(count: int) -> None:
     rows = [json.loads(line) for line in run_python([str(FOLDER / "compile_grouped.py"), str(count)]).splitlines()]
     assert len(rows) == count
