@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from infermix_kernels.attention_grouped_tile import attend_grouped, in_order, load_part
+from infermix_kernels.attention_grouped_tile import attend_grouped, load_part
 from infermix_kernels.attention_split import place_of, runs_of
 from infermix_kernels.attention_tile import (
     RING,
@@ -111,7 +111,7 @@ def grouped_kernel(
     kv_head = (head_tile * HEADS // GROUP).to(tl.int64)
     row = seq.to(tl.int64)
     begin = lo + split * tiles_per_split * BLOCK_N
-    accs, total, peak = attend_grouped(
+    acc, total, peak = attend_grouped(
         total,
         peak,
         queries,
@@ -145,7 +145,6 @@ def grouped_kernel(
         PRECISION,
         NATIVE,
     )
-    acc = in_order(accs, BLOCK_M, PAD_V, BITS)
     if split == active - 1:
         # Loaded again: it would keep registers busy in the loop above.
         query = load_queries(q, first_token, token, head, valid, stride_qt, stride_qh, DK, PAD_K)

@@ -2,8 +2,8 @@
 
 A word of 32 bits holds `32 / BITS` neighbouring dimensions of one token and head, the first in its lowest bits.
 Numbers half as many dimensions apart lie 16 bits apart: masked together they are two fp16 numbers at once. So a
-row is taken apart into `16 / BITS` parts, part i being the dimensions i, i + parts, i + 2 parts ...; queries are
-split the same way, scores are the sum over parts, and every part has an accumulator of its own.
+row is taken apart into `16 / BITS` parts, part i being the dimensions i, i + parts, i + 2 parts ... Queries are split
+the same way and scores are the sum over parts; values are multiplied with their columns in the order of their pairs.
 """
 
 from __future__ import annotations
@@ -33,6 +33,23 @@ def pair_at(words, PART: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
+def scaled(pairs, low, high):
+    """Pairs of fp16 numbers dequantized in assembly, because the compiler takes packed pairs apart."""
+    return tl.inline_asm_elementwise(_FMA, "=r,r,r,r", [pairs, low, high], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def both_of(pairs, low, high, COMPUTE: tl.constexpr):
+    """The two numbers of every pair dequantized in fp32, which works anywhere, the interpreter included."""
+    first, second = halves(pairs, 1024.0)
+    low_scale, low_zero = halves(low, 0.0)
+    high_scale, high_zero = halves(high, 0.0)
+    first = first.to(tl.float32) * low_scale.to(tl.float32) + low_zero.to(tl.float32)
+    second = second.to(tl.float32) * high_scale.to(tl.float32) + high_zero.to(tl.float32)
+    return first.to(COMPUTE), second.to(COMPUTE)
+
+
+@triton.jit
 def part_of(
     words,
     low,
@@ -44,22 +61,64 @@ def part_of(
     COMPUTE: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """`[ROWS, COLUMNS]`: one part of dequantized rows; `low` and `high` are the factors of the two numbers of a pair.
-
-    NATIVE says it in assembly on pairs of fp16, because the compiler takes packed pairs apart; the other way is exact
-    and works anywhere, the interpreter included.
-    """
+    """`[ROWS, COLUMNS]`: one part of dequantized rows; `low`, `high`: factors of the two numbers of a pair."""
     pairs = pair_at(words, PART, BITS)
     if NATIVE:
-        pairs = tl.inline_asm_elementwise(_FMA, "=r,r,r,r", [pairs, low, high], dtype=tl.int32, is_pure=True, pack=1)
+        return side_by_side(scaled(pairs, low, high), ROWS, COLUMNS).to(COMPUTE)
+    else:
+        first, second = both_of(pairs, low, high, COMPUTE)
+        return tl.reshape(tl.join(first, second), [ROWS, COLUMNS])
+
+
+@triton.jit
+def joined(parts, BITS: tl.constexpr):
+    """Tensors of every part as one with two or three more dimensions, part i at index i of them."""
+    if BITS == 4:
+        return tl.join(tl.join(parts[0], parts[2]), tl.join(parts[1], parts[3]))
+    else:
+        even = tl.join(tl.join(parts[0], parts[4]), tl.join(parts[2], parts[6]))
+        odd = tl.join(tl.join(parts[1], parts[5]), tl.join(parts[3], parts[7]))
+        return tl.join(even, odd)
+
+
+@triton.jit
+def rows_of_words(
+    words,
+    factors,
+    BITS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """`[ROWS, COLUMNS]` dequantized: word by word and part by part, the two numbers of a pair side by side.
+
+    `in_order` puts the columns of a product with it in order, once for all tiles.
+    """
+    PARTS: tl.constexpr = 16 // BITS
+    parts = ()
+    for part in tl.static_range(PARTS):
+        pairs = pair_at(words, part, BITS)
+        if NATIVE:
+            one = scaled(pairs, factors, factors)
+        else:
+            first, second = both_of(pairs, factors, factors, COMPUTE)
+            one = tl.join(first, second)
+        parts = parts + (one,)  # type: ignore[assignment]  # noqa: RUF005
+    if NATIVE:
+        pairs = tl.reshape(joined(parts, BITS), [ROWS, COLUMNS // 2])
         return side_by_side(pairs, ROWS, COLUMNS).to(COMPUTE)
     else:
-        first, second = halves(pairs, 1024.0)
-        low_scale, low_zero = halves(low, 0.0)
-        high_scale, high_zero = halves(high, 0.0)
-        first = first.to(tl.float32) * low_scale.to(tl.float32) + low_zero.to(tl.float32)
-        second = second.to(tl.float32) * high_scale.to(tl.float32) + high_zero.to(tl.float32)
-        return tl.reshape(tl.join(first, second), [ROWS, COLUMNS]).to(COMPUTE)
+        PAIRS: tl.constexpr = COLUMNS // 2 // PARTS
+        first = ()
+        second = ()
+        for part in tl.static_range(PARTS):
+            left, right = tl.split(parts[part])  # type: ignore[misc]
+            first = first + (left,)  # type: ignore[assignment]  # noqa: RUF005
+            second = second + (right,)  # type: ignore[assignment]  # noqa: RUF005
+        low = tl.reshape(joined(first, BITS), [ROWS, PAIRS * PARTS])
+        high = tl.reshape(joined(second, BITS), [ROWS, PAIRS * PARTS])
+        return tl.reshape(tl.join(low, high), [ROWS, COLUMNS])
 
 
 @triton.jit
@@ -88,10 +147,12 @@ def load_part(
 @triton.jit
 def load_words(pointers, columns, inside, WORDS: tl.constexpr, MASKED: tl.constexpr):
     """`[BLOCK_N, PAD]` words of which a token has WORDS; without MASKED, every token is there."""
-    mask = (columns < WORDS)[None, :]
     if MASKED:
-        mask = mask & inside[:, None]
-    return tl.load(pointers, mask=mask, other=0)
+        return tl.load(pointers, mask=(columns < WORDS)[None, :] & inside[:, None], other=0)
+    elif columns.shape[0] != WORDS:
+        return tl.load(pointers, mask=(columns < WORDS)[None, :], other=0)
+    else:
+        return tl.load(pointers)
 
 
 @triton.jit
@@ -129,7 +190,7 @@ def attend_grouped(
     PRECISION: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """(Accumulators of the parts of values, sum of weights, largest score) of the tokens `lo ... hi`, all quantized.
+    """(Weighted values, sum of weights, largest score) of the tokens `lo ... hi`, all of them quantized.
 
     Weights are larger by a gain, so that small ones are normal numbers in fp16; the sums are not. Where BLOCK_N
     divides GROUP_SIZE, a tile is part of one group: its address is a scalar, and the factors of keys are those of one
@@ -142,14 +203,13 @@ def attend_grouped(
     WORDS_K: tl.constexpr = DK // NUMBERS
     WORDS_V: tl.constexpr = DV // NUMBERS
     total = total * tl.math.exp2(GAIN)
-    accs = ()
-    for _part in tl.static_range(PARTS):
-        zeros = tl.zeros([BLOCK_M, PAD_V // PARTS], dtype=tl.float32)
-        accs = accs + (zeros,)  # type: ignore[assignment]  # noqa: RUF005
+    acc = tl.zeros([BLOCK_M, PAD_V], dtype=tl.float32)
     tokens = tl.arange(0, BLOCK_N)
     columns_k = tl.arange(0, PAD_K // NUMBERS)
     columns_v = tl.arange(0, PAD_V // NUMBERS)
-    column_groups = tl.minimum(columns_v, WORDS_V - 1) * NUMBERS // GROUP_SIZE
+    # One factor for all words of a group of channels, spread over them afterwards where that is a power of two.
+    SPREAD: tl.constexpr = GROUP_SIZE // NUMBERS if GROUP_SIZE & (GROUP_SIZE - 1) == 0 else 1
+    column_groups = tl.arange(0, PAD_V // NUMBERS // SPREAD) * SPREAD * NUMBERS // GROUP_SIZE
     if IN_GROUP:
         ids = tl.load(table + lo // BLOCK_SIZE, mask=lo < hi, other=0)
     else:
@@ -199,25 +259,20 @@ def attend_grouped(
         total = total * decay + tl.sum(weights, 1)
         small = weights.to(COMPUTE)
         words = load_words(value_pointers, columns_v, inside, WORDS_V, not IN_GROUP)
-        factors = load_words(factors_of_values, columns_v, inside, WORDS_V, not IN_GROUP)
-        sums = ()
-        for part in tl.static_range(PARTS):
-            v = part_of(words, factors, factors, part, BITS, BLOCK_N, PAD_V // PARTS, COMPUTE, NATIVE)
-            acc = tl.dot(small, v, accs[part] * decay[:, None], input_precision=PRECISION)  # type: ignore[misc]
-            sums = sums + (acc,)  # type: ignore[assignment]  # noqa: RUF005
-        accs = sums
+        factors = load_words(factors_of_values, column_groups, inside, DV // GROUP_SIZE, not IN_GROUP)
+        if SPREAD > 1:
+            spread = tl.broadcast_to(factors[:, :, None], [BLOCK_N, PAD_V // NUMBERS // SPREAD, SPREAD])
+            factors = tl.reshape(spread, [BLOCK_N, PAD_V // NUMBERS])
+        v = rows_of_words(words, factors, BITS, BLOCK_N, PAD_V, COMPUTE, NATIVE)
+        acc = tl.dot(small, v, acc * decay[:, None], input_precision=PRECISION)
         peak = new_peak
         ids = next_ids
-    return accs, total * tl.math.exp2(-GAIN), peak
+    return in_order(acc, BLOCK_M, PAD_V, BITS) * tl.math.exp2(-GAIN), total * tl.math.exp2(-GAIN), peak
 
 
 @triton.jit
-def in_order(accs, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BITS: tl.constexpr):
-    """The parts of `attend_grouped` as one matrix, without its gain."""
-    if BITS == 4:
-        acc = tl.join(tl.join(accs[0], accs[2]), tl.join(accs[1], accs[3]))
-    else:
-        even = tl.join(tl.join(accs[0], accs[4]), tl.join(accs[2], accs[6]))
-        odd = tl.join(tl.join(accs[1], accs[5]), tl.join(accs[3], accs[7]))
-        acc = tl.join(even, odd)
-    return tl.reshape(acc, [ROWS, COLUMNS]) * 0.00390625
+def in_order(acc, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BITS: tl.constexpr):
+    """Columns in the order of `rows_of_words` as those of the values."""
+    PARTS: tl.constexpr = 16 // BITS
+    apart = tl.reshape(acc, [ROWS, COLUMNS // PARTS // 2, PARTS, 2])
+    return tl.reshape(tl.permute(apart, (0, 1, 3, 2)), [ROWS, COLUMNS])

@@ -73,8 +73,8 @@ CONFIGURATIONS: list[tuple[str, int, dict[str, Any]]] = [
     ("int2 decode", 16, {"lens": (64, 1, 8192), "bits": 2}),
     ("int4 prefill", 256, {"lens": (4, 4096, 4096)}),
     ("int4 write", 0, {"bits": 4, "fresh": False}),
-    ("int4 one sequence, all rules", 0, {"lens": (1, 1, 8192), "window": 1024, "softcap": 30.0, "sinks": True}),
-    ("int4 verification", 0, {"lens": (8, 8, 4096)}),
+    ("int4 one sequence, all rules", 16, {"lens": (1, 1, 8192), "window": 1024, "softcap": 30.0, "sinks": True}),
+    ("int4 verification", 16, {"lens": (8, 8, 4096)}),
     ("int2 prefill", 256, {"lens": (4, 4096, 4096), "bits": 2}),
     ("int2 write of a long chunk", 0, {"bits": 2, "fresh": True}),
 ]
