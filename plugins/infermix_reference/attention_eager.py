@@ -17,6 +17,7 @@ class EagerAttention:
     reads: tuple[type, ...] = (RaggedView, DenseView)
 
     def forward(self, q: Tensor, view: View, batch: Batch, layer: LayerSpec) -> Tensor:
+        steps.refuse_two_sided_window(layer)
         rows = steps.num_batched_rows(view, batch, on_host=q.device.type == "cpu")
         pieces = [self._batched(q, view, batch, layer, rows)] if rows else []
         if rows < batch.num_seqs:
@@ -28,12 +29,14 @@ class EagerAttention:
         capacity = steps.capacity_of(batch, rows)
         keys, values = steps.read_batched(view, batch, layer, rows, capacity)
         visible = None
-        if not steps.all_visible(batch, rows, query_len, layer.window):
+        if not steps.all_visible(batch, rows, query_len, layer):
             visible = steps.once_per_forward(
                 batch,
                 layer,
-                ("visible", rows, capacity, layer.window),
-                lambda: steps.visible_keys(batch, rows, query_len, capacity, layer.window)[:, None, None],
+                ("visible", rows, capacity, layer.window, layer.causal),
+                lambda: steps.visible_keys(batch, rows, query_len, capacity, layer.window, causal=layer.causal)[
+                    :, None, None
+                ],
             )
         folded = steps.fold_heads(q[: rows * query_len], rows, layer.num_kv_heads)
         out = _attend(folded, keys, values, visible, layer)
@@ -63,7 +66,7 @@ def _attend_sequence(q: Tensor, keys: Tensor, values: Tensor, layer: LayerSpec, 
     visible = None
     if steps.has_tree(batch, index):
         visible = steps.sequence_tree_mask(batch, index, skipped, layer.window)
-    elif query_len > 1:
+    elif query_len > 1 and layer.causal:
         visible = steps.sequence_mask(query_len, keys.shape[0], layer.window, q.device)
     folded = steps.fold_heads(q, 1, layer.num_kv_heads)
     return steps.unfold_heads(_attend(folded, keys[None], values[None], visible, layer), query_len)

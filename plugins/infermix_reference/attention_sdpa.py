@@ -21,6 +21,7 @@ class SdpaAttention:
     def forward(self, q: Tensor, view: View, batch: Batch, layer: LayerSpec) -> Tensor:
         if layer.softcap is not None:
             raise Unsupported("scaled_dot_product_attention has no softcap; use attention: eager")
+        steps.refuse_two_sided_window(layer)
         rows = steps.num_batched_rows(view, batch, on_host=q.device.type == "cpu")
         pieces = [self._batched(q, view, batch, layer, rows)] if rows else []
         if rows < batch.num_seqs:
@@ -32,7 +33,7 @@ class SdpaAttention:
         capacity = steps.capacity_of(batch, rows)
         keys, values = steps.read_batched(view, batch, layer, rows, capacity)
         bias = None
-        if not steps.all_visible(batch, rows, query_len, layer.window):
+        if not steps.all_visible(batch, rows, query_len, layer):
             bias = self._batched_bias(q, batch, layer, rows, capacity)
         folded = steps.fold_heads(q[: rows * query_len], rows, layer.num_kv_heads)
         out = _attend(folded, keys, values, bias, layer)
@@ -43,10 +44,10 @@ class SdpaAttention:
         query_len, group = batch.query_len or 1, layer.num_heads // layer.num_kv_heads
 
         def make() -> Tensor:
-            visible = steps.visible_keys(batch, rows, query_len, capacity, layer.window)
+            visible = steps.visible_keys(batch, rows, query_len, capacity, layer.window, causal=layer.causal)
             return _bias(visible, group, q.dtype).expand(-1, layer.num_kv_heads, -1, -1)
 
-        key = ("bias", rows, capacity, layer.window, layer.num_heads, layer.num_kv_heads, q.dtype)
+        key = ("bias", rows, capacity, layer.window, layer.causal, layer.num_heads, layer.num_kv_heads, q.dtype)
         return steps.once_per_forward(batch, layer, key, make)
 
     def _one_by_one(self, q: Tensor, view: View, batch: Batch, layer: LayerSpec, first: int) -> list[Tensor]:
@@ -75,7 +76,7 @@ def _attend_sequence(q: Tensor, keys: Tensor, values: Tensor, batch: Batch, laye
     if query_len == context and layer.sinks is None and (layer.window is None or context <= layer.window):
         return _attend_prefill(q, keys, values, layer)
     bias = None
-    if query_len > 1:
+    if query_len > 1 and layer.causal:
         group = layer.num_heads // layer.num_kv_heads
         bias = steps.once_per_forward(
             batch,
@@ -107,7 +108,7 @@ def _attend_prefill(q: Tensor, keys: Tensor, values: Tensor, layer: LayerSpec) -
         q[None].transpose(1, 2),
         keys[None].transpose(1, 2),
         values[None].transpose(1, 2),
-        is_causal=q.shape[0] > 1,
+        is_causal=layer.causal and q.shape[0] > 1,
         scale=layer.scale,
         enable_gqa=layer.num_heads != layer.num_kv_heads,
     )

@@ -233,7 +233,9 @@ def infermix_attention() -> list[Component]:
             build=_build_eager,
             requires=("torch",),
             needs=reads,
-            provides=_always("attn:sliding_window", "attn:softcap", "attn:sinks", "attn:tree_mask", "head_dim:*"),
+            provides=_always(
+                "attn:sliding_window", "attn:softcap", "attn:sinks", "attn:tree_mask", "attn:noncausal", "head_dim:*"
+            ),
         ),
         Component(
             name="sdpa",
@@ -242,7 +244,7 @@ def infermix_attention() -> list[Component]:
             build=_build_sdpa,
             requires=("torch",),
             needs=reads,
-            provides=_always("attn:sliding_window", "attn:sinks", "attn:tree_mask", "head_dim:*"),
+            provides=_always("attn:sliding_window", "attn:sinks", "attn:tree_mask", "attn:noncausal", "head_dim:*"),
         ),
     ]
 
@@ -256,7 +258,7 @@ def infermix_kv() -> list[Component]:
             summary="keeps nothing and computes the whole sequence in every step",
             build=_build_no_kv,
             requires=("torch",),
-            provides=_always("view:ragged", "kv:truncate", "kv:fork", "graph:no"),
+            provides=_always("view:ragged", "kv:truncate", "kv:fork", "kv:recompute", "graph:no"),
         ),
         Component(
             name="concat",

@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
 import torch
+from infermix.errors import Unsupported
 from infermix.roles.attention import LayerSpec
 from infermix.roles.batch import MAX_TREE_TOKENS, Batch
 from infermix.roles.kv_store import DenseView, PagedView, View
@@ -23,6 +24,12 @@ MAX_HOST_PADDING = 1.5
 def once_per_forward(batch: Batch, layer: LayerSpec, key: Hashable, make: Callable[[], T]) -> T:
     """`toolkit.once.once_per_forward` for an attention layer."""
     return once.once_per_forward(batch, layer.layer_idx, key, make)
+
+
+def refuse_two_sided_window(layer: LayerSpec) -> None:
+    """Raises `Unsupported` for a window of a layer that sees in both directions."""
+    if not layer.causal and layer.window is not None:
+        raise Unsupported(f"layer {layer.layer_idx} has a sliding window in both directions")
 
 
 def fold_heads(q: Tensor, num_seqs: int, num_kv_heads: int) -> Tensor:
@@ -72,8 +79,13 @@ def capacity_of(batch: Batch, rows: int) -> int:
     return max(batch.host_context_lens[:rows])
 
 
-def visible_keys(batch: Batch, rows: int, query_len: int, capacity: int, window: int | None) -> Tensor:
-    """`[rows, query_len, capacity]` bool on the device: causal or in the tree, in the window, inside the context."""
+def visible_keys(
+    batch: Batch, rows: int, query_len: int, capacity: int, window: int | None, *, causal: bool = True
+) -> Tensor:
+    """`[rows, query_len, capacity]` bool on the device: causal or in the tree, in the window, inside the context.
+
+    Not `causal`: everything inside the context.
+    """
     if batch.tree_mask is not None and query_len <= MAX_TREE_TOKENS:
         new = slice(0, rows * query_len)
         shape = (rows, query_len)
@@ -81,9 +93,11 @@ def visible_keys(batch: Batch, rows: int, query_len: int, capacity: int, window:
                              batch.context_lens[:rows], capacity, window)  # fmt: skip
     device = batch.context_lens.device
     context = batch.context_lens[:rows].to(torch.int64)
+    keys = torch.arange(capacity, device=device)
+    if not causal:
+        return (keys < context[:, None]).unsqueeze(1).expand(-1, query_len, -1)
     offsets = torch.arange(query_len, device=device) - query_len
     positions = (context[:, None] + offsets)[:, :, None]
-    keys = torch.arange(capacity, device=device)
     visible = keys <= positions
     if window is not None:
         visible = visible & (keys > positions - window)
@@ -137,10 +151,11 @@ def first_key(query_len: int, context: int, window: int | None) -> int:
     return 0 if window is None else max(0, context - query_len - window + 1)
 
 
-def all_visible(batch: Batch, rows: int, query_len: int, window: int | None) -> bool:
-    """Whether the host knows that no mask is needed: one query each, equal contexts, window not reached."""
-    if batch.host_context_lens is None or query_len != 1:
+def all_visible(batch: Batch, rows: int, query_len: int, layer: LayerSpec) -> bool:
+    """Whether the host knows that no mask is needed: equal contexts, window not reached, one query each if causal."""
+    if batch.host_context_lens is None or (layer.causal and query_len != 1):
         return False
+    window = layer.window
     longest = max(batch.host_context_lens[:rows])
     return min(batch.host_context_lens[:rows]) == longest and (window is None or longest <= window)
 

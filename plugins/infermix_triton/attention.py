@@ -62,6 +62,8 @@ class TritonAttention:
         return facts
 
     def forward(self, q: Tensor, view: View, batch: Batch, layer: LayerSpec) -> Tensor:
+        if not layer.causal:
+            raise Unsupported("attention triton is causal; use attention: sdpa")
         if not hasattr(view, "batched"):
             raise Unsupported("attention triton reads paged and dense KV; use kv: paged or kv: dense")
         if not self._in_place(view):

@@ -93,6 +93,7 @@ MUTANTS = {
     "window off by one": _ShiftedMutant(),
     "reads another sequence": _LeakMutant(),
     "sees the future": _NoncausalMutant(),
+    "causal where both directions are asked for": _LayerMutant(causal=True),
     "keeps old context lengths": _StaleMutant(),
     "padded rows are not zero": _LivePaddingMutant(),
 }

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 class LayerSpec:
     """What one attention layer asks for. `window` counts the query's own token; `sinks [H]` are extra logits.
 
-    `kv_from` is the layer whose keys and values this one reads, where a model shares them across layers.
+    `kv_from` is the layer whose keys and values this one reads, where a model shares them across layers. Where not
+    `causal`, a token sees the whole context of its sequence, the tokens behind it included; only for backends that
+    provide `attn:noncausal`.
     """
 
     layer_idx: int
@@ -33,6 +35,7 @@ class LayerSpec:
     softcap: float | None = None
     sinks: Tensor | None = None
     kv_from: int | None = None
+    causal: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -67,8 +70,8 @@ class AttentionBackend(Protocol):
     reads: tuple[type, ...]
 
     def forward(self, q: Tensor, view: View, batch: Batch, layer: LayerSpec) -> Tensor:
-        """`q [T, H, Dk]` -> `[T, H, Dv]`; causal, or what `batch.tree_mask` says where a backend provides
-        `attn:tree_mask`; rows of padded sequences come back as zeros.
+        """`q [T, H, Dk]` -> `[T, H, Dv]`; causal (see `LayerSpec.causal`), or what `batch.tree_mask` says where a
+        backend provides `attn:tree_mask`; rows of padded sequences come back as zeros.
 
         Raises `Unsupported` for anything in `layer` that it does not implement.
         """

@@ -22,7 +22,7 @@ def plain_attention(q: Tensor, keys: Tensor, values: Tensor, layer: LayerSpec) -
     if layer.softcap is not None:
         scores = layer.softcap * torch.tanh(scores / layer.softcap)
     distance = torch.arange(context - query_len, context)[:, None] - torch.arange(context)
-    visible = (distance >= 0) & (distance < (layer.window or context + 1))
+    visible = (distance >= (0 if layer.causal else -context)) & (distance < (layer.window or context + 1))
     scores = scores.masked_fill(~visible.to(scores.device), float("-inf"))
     if layer.sinks is not None:
         sinks = layer.sinks.double()[:, None, None].expand(-1, query_len, 1)

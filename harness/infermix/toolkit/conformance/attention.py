@@ -140,6 +140,10 @@ def layers_of(provided: frozenset[str]) -> Iterator[LayerSpec]:
         yield replace(plain, softcap=2.0)
     if "attn:sinks" in provided:
         yield replace(plain, sinks=torch.linspace(-1, 2, 4))
+    if "attn:noncausal" in provided:
+        yield replace(plain, causal=False)
+        if "attn:sinks" in provided:
+            yield replace(plain, causal=False, sinks=torch.linspace(-1, 2, 4))
     if {"attn:sliding_window", "attn:softcap", "attn:sinks"} <= provided:
         yield replace(plain, window=6, softcap=3.0, sinks=torch.linspace(0, 1, 4))
 
@@ -321,6 +325,7 @@ def _check_refusals(
         "attn:sliding_window": replace(plain, window=4),
         "attn:softcap": replace(plain, softcap=2.0),
         "attn:sinks": replace(plain, sinks=torch.zeros(plain.num_heads)),
+        "attn:noncausal": replace(plain, causal=False),
     }
     for feature, layer in asked.items():
         if feature in provided:

@@ -64,7 +64,7 @@ def check_trees(
 
 def _some_layers(provided: frozenset[str]) -> list[LayerSpec]:
     """Grouped heads, and what else a backend provides that meets the mask."""
-    layers = list(layers_of(provided))
+    layers = [layer for layer in layers_of(provided) if layer.causal]
     plain = next(layer for layer in layers if layer.num_heads != layer.num_kv_heads)
     return [plain, *(layer for layer in layers if layer.sinks is not None or (layer.window or 0) > 1)]
 
