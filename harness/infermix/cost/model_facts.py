@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,7 +29,7 @@ from infermix.cost.safetensors_header import (
 from infermix.cost.tensors import Inventory, TensorInfo, inventory
 from infermix.errors import UserError, nearest
 from infermix.roles.facts import DTYPE_BYTES, LayerFacts, ModelFacts, ResolvedSource
-from infermix.roles.families import check_family, family_note, is_stateful
+from infermix.roles.families import check_family, family_note, is_causal, is_stateful
 
 #: Families that pass a `softcap` to attention when the config has one.
 _SOFTCAPPED = frozenset({"gemma2", "vaultgemma"})
@@ -192,10 +192,20 @@ def _features(
         features.add("model:latent")
     if is_stateful(config):
         features |= {"model:state", "kv:state"}
+    if not is_causal(config):
+        features |= _bidirectional_features(config)
     packed = config.get("quantization_config")
     if isinstance(packed, Mapping):
         features.add(f"weights:{packed.get('quant_method', 'unnamed')}")
     return frozenset(features)
+
+
+def _bidirectional_features(config: Mapping[str, Any]) -> set[str]:
+    """Keys of a token change with those behind it, and there is no next token: masks are filled in."""
+    features = {"attn:noncausal", "kv:recompute", "decoder:unmasks", "model:bidirectional"}
+    if config.get("mask_token_id") is not None:
+        features.add("model:mask_token")
+    return features | ({"model:shifted_predictions"} if config.get("shifted_predictions") else set())
 
 
 def _checked(described: _Described, tensors: Iterable[TensorInfo]) -> _Described:
@@ -223,7 +233,7 @@ def _facts(
     chosen = checkpoint_dtype(source.config) if dtype == "auto" else dtype
     if chosen not in DTYPE_BYTES:
         raise UserError(f"unknown dtype {chosen!r}", where=source.label, hint=nearest(chosen, DTYPE_BYTES))
-    note = None if refusal else family_note(str(config["model_type"]))
+    notes = [*described.notes, *_notes(config, refusal)]
     return ModelFacts(
         source=source.label,
         model_type=str(config["model_type"]),
@@ -240,8 +250,18 @@ def _facts(
         features=described.features | ({"model:gguf"} if source.kind == "gguf" else frozenset()),
         refusal=refusal,
         digest=_digest(source.config or config, weights_digest, dummy),
-        notes=(*described.notes, *((note,) if note else ())),
+        notes=tuple(notes),
+        mask_token_id=config.get("mask_token_id"),
     )
+
+
+def _notes(config: Mapping[str, Any], refusal: str | None) -> Iterator[str]:
+    model_type = str(config["model_type"])
+    if config.get("published_as"):
+        yield f"{config['published_as']} is run as {model_type} that attends in both directions, not by its own code"
+    note = None if refusal else family_note(model_type)
+    if note:
+        yield note
 
 
 def _positions(config: Mapping[str, Any]) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 
 from infermix.cost.gguf_config import gguf_config
 from infermix.cost.gguf_header import read_gguf_header
+from infermix.cost.masked_diffusion import in_known_terms
 from infermix.cost.overrides import apply_overrides
 from infermix.cost.safetensors_header import checkpoint_files
 from infermix.errors import UserError, nearest
@@ -180,7 +181,10 @@ def _as_dummy(found: ResolvedSource, model: ModelSource) -> ResolvedSource:
 
 
 def read_config(path: Path) -> Mapping[str, Any]:
-    """A `config.json`. Raises `UserError` with the line when it is no JSON object."""
+    """A `config.json`, in the terms of a family that transformers has (`cost.masked_diffusion`).
+
+    Raises `UserError` with the line when it is no JSON object.
+    """
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
@@ -189,4 +193,4 @@ def read_config(path: Path) -> Mapping[str, Any]:
         raise UserError(f"cannot be read: {error}", where=str(path)) from None
     if not isinstance(config, dict):
         raise UserError("must hold a JSON object", where=str(path))
-    return config
+    return in_known_terms(config, str(path))

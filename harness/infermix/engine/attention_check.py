@@ -90,7 +90,8 @@ def check_attention_part(
 ) -> dict[str, Any]:
     """Compare `attention`, through the store of `layout`, with its plain meaning; returns the figures for the record.
 
-    One layer of each distinct kind takes part; sequences of `lengths` join, are chunked, decode and finish. The error
+    One layer of each distinct kind takes part; sequences of `lengths` join, are chunked, decode and finish (layers
+    that are not causal take them whole). The error
     is that of the worst row. With `kv_error`, what a lossy layout states of itself, attention is compared with its
     meaning over what the layout gives back, and that with what was written. Raises `WrongResult` beyond what rounding
     explains, or the layout states.
@@ -140,7 +141,7 @@ def distinct_layers(layers: Mapping[int, LayerSpec]) -> list[LayerSpec]:
     kinds: dict[tuple[Any, ...], LayerSpec] = {}
     for _, layer in sorted(layers.items()):
         shape = (layer.group, layer.num_heads, layer.num_kv_heads, layer.key_dim, layer.value_dim)
-        kinds.setdefault((*shape, layer.scale, layer.window, layer.softcap, layer.sinks is None), layer)
+        kinds.setdefault((*shape, layer.scale, layer.window, layer.softcap, layer.sinks is None, layer.causal), layer)
     return list(kinds.values())
 
 
@@ -195,7 +196,7 @@ def _walk(
     shape = layout.shape(groups, budget)
     space, store = layout.space(shape), layout.store(shape, device, dtype)
     parts: list[list[list[Tensor]]] = [[[] for _ in lengths] for _ in drawn]
-    for pieces in steps(lengths, chunk_of(shape)):
+    for pieces in steps(lengths, chunk_of(shape), causal=all(each.layer.causal for each in drawn)):
         ordered = reserve(space, pieces)
         spans = [slice(0 if space.recompute else p.start, p.start + p.num_new) for p in ordered]
         batch = _pack(ordered, spans, space, shape, device)

@@ -17,7 +17,7 @@ import torch
 
 from infermix.engine.probe import AttentionCall, LayerProbe, layer_specs
 from infermix.errors import Unsupported
-from infermix.roles.families import check_family
+from infermix.roles.families import check_family, is_causal
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -124,7 +124,8 @@ class Joint:
     Construction runs one two-token forward without a store. Raises `Unsupported` when the model does not hand
     its attention over completely (see `engine.probe`), or when `groups` (what the cost model derived from the
     config) differs from what the modules really hand over. With `latent`, attention runs over compressed rows.
-    `states` is what recurrent layers keep per sequence: nothing, in every model that this class drives.
+    `states` is what recurrent layers keep per sequence: nothing, in every model that this class drives. Where not
+    `causal`, tokens see what is behind them too: a forward takes whole sequences.
     """
 
     states: tuple[LayerState, ...] = ()
@@ -134,6 +135,7 @@ class Joint:
     ) -> None:
         self.model = model
         self.device: torch.device = model.device
+        self.causal = is_causal(model.config.get_text_config(decoder=True).to_dict())
         self._takes_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._previous: str = model.config._attn_implementation
         self._context = ForwardContext(latent=latent)
@@ -208,7 +210,7 @@ class Joint:
         self._context.batch = batch
         if not checked:
             return self._logits(batch.input_ids, batch.positions, batch.logits_rows)
-        self._context.probe = LayerProbe()
+        self._context.probe = LayerProbe(self.causal)
         try:
             logits = self._logits(batch.input_ids, batch.positions, batch.logits_rows)
             self._context.probe.require_same(self._context.layers)
@@ -247,7 +249,7 @@ class Joint:
             return logits if self._takes_rows else logits.index_select(0, rows)
 
     def _probe(self) -> LayerProbe:
-        probe = self._context.probe = LayerProbe()
+        probe = self._context.probe = LayerProbe(self.causal)
         ids = torch.zeros(2, dtype=torch.int64, device=self.device)
         try:
             self._logits(ids, torch.arange(2, device=self.device), ids[:1])

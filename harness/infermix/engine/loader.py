@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from infermix.cost.masked_diffusion import weight_names
 from infermix.cost.safetensors_header import checkpoint_files, read_safetensors_header
 from infermix.cost.source import fetch_weights
 from infermix.engine.hf_cache import converted_gguf, without_progress_bars
 from infermix.engine.tokenizer import HfTokenizer, as_ids, read_tokenizer
 from infermix.errors import OutOfMemory, UserError
+from infermix.roles.families import is_causal
 
 if TYPE_CHECKING:
     from torch import nn
@@ -97,7 +99,7 @@ def _draw(source: ResolvedSource, dtype: torch.dtype, device: torch.device, seed
         model = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation="eager", trust_remote_code=source.trust_remote_code
         )
-    return LoadedModel(model.eval().requires_grad_(False), as_ids(config.get_text_config().eos_token_id))
+    return LoadedModel(_ready(model), as_ids(config.get_text_config().eos_token_id))
 
 
 def _read(
@@ -118,6 +120,7 @@ def _read(
     config = _config(source, directory)
     if packed and hasattr(config, "quantization_config"):
         del config.quantization_config  # transformers would hand it to libraries that it does not come with
+    renamed = weight_names(source.config)
     try:
         with without_progress_bars():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -130,6 +133,7 @@ def _read(
                 local_files_only=True,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # they are refused below, by name
+                **({"key_mapping": renamed} if renamed else {}),
                 **load_arguments,
             )
     except (SafetensorError, OSError, ValueError, ImportError) as error:
@@ -138,8 +142,16 @@ def _read(
     notes = _check_complete(directory, _without_packed(found) if packed else found)
     if model.device.type != device.type or device.index not in (None, model.device.index):
         model = model.to(device)
-    model = model.eval().requires_grad_(False)
-    return LoadedModel(model, _eos_ids(model, source), notes, directory)
+    return LoadedModel(_ready(model), _eos_ids(model, source), notes, directory)
+
+
+def _ready(model: Any) -> Any:
+    """For inference. Without a mask, transformers' SDPA asks the modules for the direction, not the config."""
+    if not is_causal(model.config.get_text_config(decoder=True).to_dict()):
+        for module in model.modules():
+            if hasattr(module, "is_causal"):
+                module.is_causal = False
+    return model.eval().requires_grad_(False)
 
 
 def _config(source: ResolvedSource, directory: Path) -> Any:

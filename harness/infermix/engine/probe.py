@@ -34,8 +34,12 @@ class AttentionCall:
 
 @dataclass(slots=True)
 class LayerProbe:
-    """Collects one `LayerSpec` per attention call of one forward; refuses what the batch cannot express."""
+    """Collects one `LayerSpec` per attention call of one forward; refuses what the batch cannot express.
 
+    `causal` is what the config says of the model: no call tells.
+    """
+
+    causal: bool = True
     specs: dict[int, LayerSpec] = field(default_factory=dict)
     #: Keys and values of this forward by layer; held, so that no later tensor takes the place of an earlier one.
     handed: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -54,7 +58,7 @@ class LayerProbe:
         if (keys, values) != (queries, queries):
             raise Unsupported(f"{name} (layer {layer_idx}) hands over {keys} keys for {queries} new tokens")
         _refuse_unknown(name, layer_idx, call.given)
-        self.specs[layer_idx] = replace(_spec(layer_idx, call), kv_from=self._owner(call))
+        self.specs[layer_idx] = replace(_spec(layer_idx, call), kv_from=self._owner(call), causal=self.causal)
         self.handed[layer_idx] = call.key, call.value
         self._require_shared_window(layer_idx, name)
 

@@ -90,7 +90,9 @@ def collect_reference(
     floors = [_noise_floor(joint, sequences, logits, judge)]
     if rounded:
         nudged = _nudged_floor(joint, sequences, logits, judge)
-        floors += [_company_floor(joint, sequences, logits, judge), nudged / _FLOOR_FACTOR]
+        floors.append(nudged / _FLOOR_FACTOR)
+        if joint.causal:
+            floors.append(_company_floor(joint, sequences, logits, judge))
     return Reference(
         sequences=tuple(map(tuple, sequences)),
         logits=logits,

@@ -34,8 +34,16 @@ def random_sequences(lengths: Sequence[int], vocab_size: int, seed: int) -> list
     return [torch.randint(vocab_size, (length,), generator=generator).tolist() for length in lengths]
 
 
-def steps(lengths: Sequence[int], chunk: int = CHUNK, num_decode: int = NUM_DECODE) -> Iterator[list[Piece]]:
-    """A schedule: sequence i joins at step i, is prefilled in chunks, ends with `num_decode` single tokens."""
+def steps(
+    lengths: Sequence[int], chunk: int = CHUNK, num_decode: int = NUM_DECODE, *, causal: bool = True
+) -> Iterator[list[Piece]]:
+    """A schedule: sequence i joins at step i, is prefilled in chunks, ends with `num_decode` single tokens.
+
+    Not `causal`: all sequences at once, each whole.
+    """
+    if not causal:
+        yield [Piece(index, 0, length) for index, length in enumerate(lengths)]
+        return
     done = [0] * len(lengths)
     step = 0
     while any(count < length for count, length in zip(done, lengths, strict=True)):
@@ -77,7 +85,7 @@ def packed_logits(
     joint.attach(attention, layout.store(shape, device, dtype))
     collected: list[list[Tensor]] = [[] for _ in sequences]
     try:
-        for number, pieces in enumerate(steps(lengths, chunk_of(shape, chunk), num_decode)):
+        for number, pieces in enumerate(steps(lengths, chunk_of(shape, chunk), num_decode, causal=joint.causal)):
             first_kept = [max(0, length - kept_rows) for length in lengths]
             ordered = reserve(space, pieces)
             rows, logits = _run(joint, space, shape, sequences, ordered, first_kept, checked=number == 0)

@@ -101,8 +101,9 @@ class ModelFacts:
 
     `weight_bytes` is what the weights take once loaded in `dtype`, before any quantizer. `features` are what the
     architecture demands of the parts (`attn:sliding_window`, `attn:softcap`, `attn:sinks`, ...) or offers them
-    (`model:latent`), or the KV layout that it takes (`kv:state`). `refusal` is set
-    when the native engine must not run this model, with the reason.
+    (`model:latent`), or the KV layout and decoder that it takes (`kv:state`, `decoder:unmasks`). `refusal` is set
+    when the native engine must not run this model, with the reason. `mask_token_id` stands for an unknown token, in
+    masked language models.
     """
 
     source: str
@@ -121,6 +122,7 @@ class ModelFacts:
     refusal: str | None = None
     digest: str = ""
     notes: tuple[str, ...] = ()
+    mask_token_id: int | None = None
 
     @property
     def num_layers(self) -> int:

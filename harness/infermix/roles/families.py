@@ -102,6 +102,11 @@ def is_stateful(config: Mapping[str, Any]) -> bool:
     return config.get("model_type") in STATEFUL
 
 
+def is_causal(config: Mapping[str, Any]) -> bool:
+    """Whether tokens see nothing behind them; for transformers, `is_causal: false` means attention both ways."""
+    return config.get("is_causal") is not False
+
+
 def check_family(model_type: str, config: Mapping[str, Any], *, with_states: bool = False) -> str | None:
     """Why the native engine must not run this model, or `None`; `with_states` over a layout that keeps states.
 
@@ -152,6 +157,10 @@ def _layer_type_reason(model_type: str, config: Mapping[str, Any]) -> str | None
 def _direction_reason(config: Mapping[str, Any]) -> str | None:
     if config.get("use_bidirectional_attention"):
         return "it attends in both directions; the native engine drives causal decoders"
+    if not is_causal(config) and expects_window(config):
+        return "its sliding window reaches in both directions, which no attention part knows about"
+    if not is_causal(config) and is_stateful(config):
+        return "its recurrent layers run in one direction, although the config says is_causal: false"
     if config.get("is_encoder_decoder") or config.get("add_cross_attention"):
         return _ENCODER
     return None
