@@ -20,13 +20,29 @@ _PROVIDERS = {
 
 
 #: Why a model asks for a feature of the KV layout.
-_LAYOUT_HINTS = {"kv:state": " (a layout that keeps the states of its recurrent layers)"}
+_LAYOUT_HINTS = {
+    "kv:state": " (a layout that keeps the states of its recurrent layers)",
+    "kv:recompute": " (tokens see what is behind them: their keys change with every step, as in kv: none)",
+}
+#: Why a model asks for a feature of the decoder.
+_DECODER_HINTS = {"decoder:unmasks": " (it fills in masks and predicts no next token, as for decoder: diffusion)"}
 
 #: What to do where nothing provides a feature.
 _WAYS_OUT = {
     "decoder:search": " (greedy outputs of one prompt are equal: set temperature above 0, or take a decoder that "
     "searches)",
     "decoder:plain": " (one token of every sequence a step, as decoder: autoregressive)",
+    "model:bidirectional": " (models that fill in masks do, with is_causal: false in their config)",
+    "model:mask_token": " (its config has no mask_token_id: set parts.decoder.mask_token_id)",
+}
+
+#: What no engine can do for a model with this feature, and why.
+_IMPOSSIBLE = {
+    "model:bidirectional": (
+        frozenset({"engine:score", "engine:score_decode", "engine:logits"}),
+        "which no engine does for a model that fills in masks: a token's probability would need all before it and "
+        "nothing behind it",
+    )
 }
 
 #: What must not meet, since the figures would say nothing: the features, and why.
@@ -35,6 +51,11 @@ _MEANINGLESS: tuple[tuple[tuple[str, ...], str], ...] = (
         ("decoder:drafts", "workload:random_tokens", "workload:ignore_eos"),
         "how many drafts are accepted on random tokens beyond the end of a text says nothing about speculation: use "
         "real prompts",
+    ),
+    (
+        ("decoder:confident", "workload:random_tokens", "workload:ignore_eos"),
+        "how many predictions reach a threshold on random tokens beyond the end of a text says nothing: use real "
+        "prompts",
     ),
     (("decoder:search", "workload:sampled"), "a search is deterministic and draws nothing: set temperature to 0"),
     (("decoder:search", "workload:stop_texts"), "a search knows stop tokens only: use stop_token_ids"),
@@ -110,7 +131,9 @@ class _Rules:
         parts = frozenset[str]().union(*(self._evaluate(choice, "provides") for choice in everyone))
         hardware = {name for name in machine.provides if not name.startswith("dtype:")}
         offered = {name for name in model.features if name.startswith("model:")}
-        self._provided = parts | hardware | limits | offered | {f"dtype:{model.dtype}"}
+        self._impossible = {need: why for name in offered if name in _IMPOSSIBLE
+                            for needs, why in (_IMPOSSIBLE[name],) for need in needs}  # fmt: skip
+        self._provided = (parts - self._impossible.keys()) | hardware | limits | offered | {f"dtype:{model.dtype}"}
         self._adapters: dict[str, str] = {}
         for choice in everyone:
             self._adapters.update(self._evaluate(choice, "adapters"))
@@ -149,6 +172,7 @@ class _Rules:
         if f"dtype:{self._model.dtype}" not in self._machine.provides:
             yield f"{self._machine.name} does not compute in {self._model.dtype}"
         yield from self._layout_problems()
+        yield from self._decoder_problems()
         yield from self._weights_problems()
         attention = self._choices.get(Role.ATTENTION)
         if attention is None:
@@ -170,6 +194,18 @@ class _Rules:
                 why = _LAYOUT_HINTS.get(need, "")
                 yield f"the model needs {need}{why}, which {_title(Role.KV, kv)} does not provide"
 
+    def _decoder_problems(self) -> Iterator[str]:
+        """What the model asks of the decoder, or of an engine that decodes by itself."""
+        role = Role.DECODER if Role.DECODER in self._choices else Role.ENGINE
+        decoder = self._choices.get(role)
+        if decoder is None:
+            return
+        provided = self._evaluate(decoder, "provides")
+        for need in sorted(name for name in self._model.features if name.startswith("decoder:")):
+            if not meets(need, provided):
+                why = _DECODER_HINTS.get(need, "")
+                yield f"the model needs {need}{why}, which {_title(role, decoder)} does not provide"
+
     def _weights_problems(self) -> Iterator[str]:
         """A checkpoint of quantized weights asks for a quantizer that reads them, where the engine takes one."""
         quantizer = self._choices.get(Role.QUANTIZER)
@@ -182,6 +218,8 @@ class _Rules:
                 yield f"the model's weights are packed by {method} (`{need}`), which {title} does not read"
 
     def _absence(self, need: str) -> str:
+        if need in self._impossible:
+            return self._impossible[need]
         prefix = need.partition(":")[0]
         choice = self._choices.get(_PROVIDERS.get(prefix, Role.WORKLOAD))
         if prefix in ("device", "sm"):
@@ -191,7 +229,7 @@ class _Rules:
         if prefix == "dtype":
             return f"this cell computes in {self._model.dtype}"
         if prefix == "model":
-            return f"which {self._model.model_type} models do not have"
+            return f"which {self._model.model_type} models do not have{_WAYS_OUT.get(need, '')}"
         if choice is not None and prefix in _PROVIDERS:
             return f"which {_title(_PROVIDERS[prefix], choice)} does not provide"
         return f"which nothing in this cell provides{_WAYS_OUT.get(need, '')}"

@@ -17,7 +17,7 @@ from infermix.engine.scoring import Scorer
 from infermix.engine.step_log import StepLog
 from infermix.engine.step_times import StepTimes
 from infermix.engine.warm import num_compiles
-from infermix.errors import InfermixError, UserError
+from infermix.errors import InfermixError, Unsupported, UserError
 from infermix.roles.request import FinishReason, Request, Sequence, TokenEvent
 from infermix.toolkit.admission import give_back
 from infermix.toolkit.sampling import stop_tokens
@@ -164,6 +164,8 @@ class NativeEngine:
     def score(self, requests: Seq[ScoreRequest]) -> list[Score]:
         if self.has_work:
             raise InfermixError("score needs an idle engine: requests are still running")
+        if not self._joint.causal:
+            raise Unsupported("a model that sees what is behind a token gives no probability of the next one")
         return Scorer(self._runner, self._space, self._shape, self._lanes).score(requests)
 
     def step_log(self) -> list[tuple[int, int, int, int, float]] | None:
@@ -327,9 +329,12 @@ class NativeEngine:
                 break
         if emission.num_drafts and sequence.finish_reason is None:
             # The launch counted the sequence's own tokens; of the drafts behind them only the accepted ones stay.
+            # Where none came, its last own token is processed again.
             sequence.num_computed += len(kept) - 1
             self._paths.book(sequence, emission.path[: len(kept) - 1])
             self._space.truncate(sequence.seq_id, sequence.num_computed)
+        if not kept:
+            return None
         reason, request_id = sequence.finish_reason, sequence.request.request_id
         return TokenEvent(request_id, tuple(kept), now, reason, sequence.output)
 

@@ -102,6 +102,8 @@ def second_models(build: Assembly, capture: bool) -> Callable[..., SecondModel]:
         resolved, found = _find(build, source)
         if found.refusal:
             raise Unsupported(found.refusal)
+        if "model:bidirectional" in found.features:
+            raise Unsupported(f"{found.source} fills in masks and predicts no next token, so it cannot draft")
         loaded = load_model(
             resolved, found, dtype=build.context.dtype, device=str(build.device), seed=build.context.seed,
             progress=build.context.progress,
