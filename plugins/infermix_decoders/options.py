@@ -66,6 +66,52 @@ class SyntheticOptions(Options, frozen=True):
             )
 
 
+class DiffusionOptions(Options, frozen=True, kw_only=True):
+    """How a model that fills in masks writes its text. Without a threshold, a step of a block keeps as many
+    predictions as any other one, up to rounding.
+    """
+
+    block_length: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="tokens that are filled in together, in any order; blocks follow one another",
+            extra={"unit": "tokens"},
+        ),
+    ] = 32
+    steps_per_block: (
+        Annotated[
+            int, Meta(ge=1, description="forwards per block, at most one per token of it; default: one per token")
+        ]
+        | None
+    ) = None
+    remasking: Annotated[
+        Literal["low_confidence", "random"],
+        Meta(description="which predictions are masked again: those of the lowest probability, or any"),
+    ] = "low_confidence"
+    threshold: (
+        Annotated[
+            float,
+            Meta(
+                gt=0,
+                le=1,
+                description="instead of steps_per_block: keep every prediction of at least this probability, and the "
+                "most probable one",
+            ),
+        ]
+        | None
+    ) = None
+    mask_token_id: (
+        Annotated[int, Meta(ge=0, description="id of the mask token; default: as the model's config says")] | None
+    ) = None
+
+    def __post_init__(self) -> None:
+        if self.threshold is not None and self.steps_per_block is not None:
+            raise ValueError("threshold and steps_per_block both say how many predictions a step keeps: set one")
+        if self.threshold is not None and self.remasking == "random":
+            raise ValueError("threshold is a probability, which remasking: random does not look at: set one of both")
+
+
 class TokenHealingOptions(Options, frozen=True, kw_only=True):
     num_tokens: Annotated[
         int, Meta(ge=1, le=8, description="tokens taken off the end of every prompt", extra={"unit": "tokens"})

@@ -10,6 +10,7 @@ from infermix.roles.component import Component, Features, Role
 from infermix_decoders.head_components import HEAD_COMPONENTS
 from infermix_decoders.options import (
     BeamOptions,
+    DiffusionOptions,
     JacobiOptions,
     LookaheadOptions,
     PromptLookupOptions,
@@ -111,6 +112,20 @@ def _build_beam(options: BeamOptions, context: DecoderContext) -> Any:
     return BeamDecoder(options, context.eos_token_ids)
 
 
+def _build_diffusion(options: DiffusionOptions, context: DecoderContext) -> Any:
+    from infermix_decoders.diffusion import build_diffusion
+
+    return build_diffusion(options, context)
+
+
+def _diffusion_needs(options: DiffusionOptions, model: ModelFacts, machine: MachineFacts) -> Features:
+    return frozenset({"model:bidirectional", *(("model:mask_token",) if options.mask_token_id is None else ())})
+
+
+def _diffusion_provides(options: DiffusionOptions, model: ModelFacts, machine: MachineFacts) -> Features:
+    return frozenset({"decoder:unmasks", *(("decoder:confident",) if options.threshold is not None else ())})
+
+
 def _build_speculative(options: SpeculativeOptions, context: DecoderContext) -> Any:
     from infermix_decoders.build_speculative import build_speculative
 
@@ -142,6 +157,18 @@ COMPONENTS = (
         needs=_needs_fork,
         provides=_search,
         lossless=lambda options: False,
+    ),
+    Component(
+        name="diffusion",
+        role=Role.DECODER,
+        summary="fills in masks block by block, the most confident predictions first; for masked-diffusion models",
+        build=_build_diffusion,
+        options=DiffusionOptions,
+        requires=("torch",),
+        needs=_diffusion_needs,
+        provides=_diffusion_provides,
+        lossless=lambda options: False,
+        source="https://arxiv.org/abs/2502.09992",
     ),
     Component(
         name="prompt_lookup",

@@ -82,6 +82,11 @@ VARIANTS: dict[tuple[Role, str], list[dict[str, Any]]] = {
     (Role.QUANTIZER, "hqq_library"): [{"bits": bits, "group_size": 32} for bits in (2, 8)]
     + [{"bits": 3}, {"axis": 0}],
     (Role.TRANSFORM, "compile"): [{"backend": "eager"}, {"backend": "aot_eager"}],
+    (Role.DECODER, "diffusion"): [
+        {"block_length": 1},
+        {"block_length": 5, "steps_per_block": 2, "remasking": "random"},
+        {"block_length": 16, "threshold": 0.02},
+    ],
     (Role.DECODER, "prompt_lookup"): [{"num_draft_tokens": 1}, {"min_match_tokens": 1}],
     (Role.DECODER, "jacobi"): [{"num_draft_tokens": 1}, {"num_draft_tokens": 15}],
     (Role.DECODER, "self_speculative"): [{"skip_layers": [0]}, {"skip_layers": [1], "adaptive": True}],

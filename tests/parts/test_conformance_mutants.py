@@ -20,8 +20,10 @@ from infermix.toolkit.conformance import (
     not_here,
 )
 from infermix.toolkit.conformance import component as conformance_component
+from infermix.toolkit.conformance.unmasking import MASK
 from infermix.toolkit.paged_space import PagedSpace
 from infermix.toolkit.pool_store import PagedStore
+from infermix_decoders.diffusion import DiffusionDecoder
 from infermix_reference.decoder import AutoregressiveDecoder
 from infermix_reference.kv_paged import PagedLayout
 from infermix_reference.quantizer_none import NoQuantizer
@@ -186,3 +188,41 @@ def test_decoder_that_changes_a_token_is_caught() -> None:
     check_decoder(CATALOGUE.find(Role.DECODER, "autoregressive").component)
     with pytest.raises(AssertionError, match="the model says"):
         check_decoder(_mutant(Role.DECODER, "autoregressive", Lossy()))
+
+
+class _Remasking(DiffusionDecoder):
+    """Masks a sequence again and again."""
+
+    def _num_kept(self, block: Any, confidences: Any) -> int:
+        return 0
+
+
+class _Sociable(DiffusionDecoder):
+    """Is in a hurry where it has company."""
+
+    def launch(self, plan: Any, runner: Any, sampler: Any) -> Any:
+        self._num_rows = len(plan.entries)
+        return super().launch(plan, runner, sampler)
+
+    def _num_kept(self, block: Any, confidences: Any) -> int:
+        return self._num_rows
+
+
+class _Showing(DiffusionDecoder):
+    """Emits a mask in place of the last token of every step."""
+
+    def collect(self, ticket: Any) -> Any:
+        found = super().collect(ticket)
+        return [replace(each, token_ids=(*each.token_ids[:-1], self._mask)[: len(each.token_ids)]) for each in found]
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [(_Remasking, "have not ended"), (_Sociable, "other tokens than among others"), (_Showing, "a mask among")],
+)
+def test_decoder_that_fills_in_wrongly_is_caught(kind: type[DiffusionDecoder], message: str) -> None:
+    component = CATALOGUE.find(Role.DECODER, "diffusion").component
+    check_decoder(component)
+    mutant = replace(component, build=lambda options, context: kind(options, MASK))
+    with pytest.raises(AssertionError, match=message):
+        check_decoder(mutant)

@@ -243,7 +243,10 @@ def _wanted_offsets(entry: Scheduled, want: Want) -> Sequence[int]:
     if entry.num_own_tokens != entry.sequence.num_uncomputed:
         return ()
     last = entry.num_new_tokens - 1
-    return range(entry.num_own_tokens - 1, entry.num_new_tokens) if want.draft_logits else (last,)
+    if not want.draft_logits:
+        return (last,)
+    own, drafts = entry.num_own_tokens, len(entry.draft_ids)
+    return range(own - 1, own + (drafts if want.most_drafts is None else min(drafts, want.most_drafts)))
 
 
 def _positions(entries: Sequence[Scheduled], want: Want) -> list[int] | None:

@@ -11,6 +11,7 @@ import numpy as np
 
 from infermix.errors import UserError
 from infermix.measure import goodput as per_request
+from infermix.measure.denoising import DENOISING_METRICS, denoising
 from infermix.measure.goodput import check_goodput, meets_limits, output_tokens
 from infermix.measure.groups import group_figures
 from infermix.measure.kv_figures import KV_FIGURES, Better, kv_figures
@@ -39,6 +40,7 @@ _RATES: Mapping[str, tuple[str, Better]] = {
     "failed_share": ("", "lower"),
     "requests": ("requests", "none"),
     **KV_FIGURES,
+    **DENOISING_METRICS,
 }
 
 
@@ -47,8 +49,8 @@ def summarise(repeats: Sequence[Repeat], goodput: Mapping[str, float] | None = N
 
     Latencies have the suffixes `_mean`, `_p50`, `_p90`, `_p99` (numpy's linear percentiles over the requests, for ITL
     over the gaps, of one repeat) and leave failed requests out. A metric that no request defines is absent. Decoders
-    that draft add the figures of `measure.speculation`. Where requests have categories or tenants, `NAME[GROUP]`
-    are latencies of one of them (`measure.groups`).
+    that draft add the figures of `measure.speculation`, those that fill in masks of `measure.denoising`. Where
+    requests have categories or tenants, `NAME[GROUP]` are latencies of one of them (`measure.groups`).
     Raises `UserError` for an unknown goodput limit.
     """
     limits = goodput or {}
@@ -68,8 +70,9 @@ def repeat_figures(repeat: Repeat, limits: Mapping[str, float]) -> dict[str, flo
             key="measure.goodput.itl_s",
             hint="engine.detail: tokens keeps them",
         )
-    drafting = speculation(repeat.environment.get("counters", {}), repeat.wall_s)
-    return {**rates(repeat, limits), **latencies(repeat), **kv_figures(repeat), **drafting}
+    counters = repeat.environment.get("counters", {})
+    decoding = {**speculation(counters, repeat.wall_s), **denoising(counters)}
+    return {**rates(repeat, limits), **latencies(repeat), **kv_figures(repeat), **decoding}
 
 
 def _metric(name: str, samples: list[float]) -> Metric:

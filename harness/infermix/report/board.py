@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from infermix.measure.denoising import DENOISING_METRICS
 from infermix.measure.speculation import SPECULATION_METRICS
 from infermix.record.record import Summary
 from infermix.record.track import track_id, track_title
@@ -29,11 +30,11 @@ METRIC_KEYS = (
     "e2e_s_p99",
     "failed_share",
 )
-#: Of decoders that draft, of prefix caches, of layouts that drop tokens, of preemption by swapping: no column where
-#: no row has them.
+#: Of decoders that draft, of those that fill in masks, of prefix caches, of layouts that drop tokens, and of
+#: preemption by swapping: no column where no row has them.
 SPECIAL_KEYS = (
-    *SPECULATION_METRICS, "prefix_hit_rate", "prefix_hit_tokens", "kv_kept_fraction", "kv_dropped_tokens",
-    "preemptions", "swap_stall_s", "swap_out_bytes_per_s", "swap_in_bytes_per_s",
+    *SPECULATION_METRICS, *DENOISING_METRICS, "prefix_hit_rate", "prefix_hit_tokens", "kv_kept_fraction",
+    "kv_dropped_tokens", "preemptions", "swap_stall_s", "swap_out_bytes_per_s", "swap_in_bytes_per_s",
 )  # fmt: skip
 MEMORY_KEYS = ("peak_bytes", "weight_bytes", "kv_bytes", "kv_bytes_per_token", "kv_allocated_bytes_per_token")
 ROOFLINE_KEYS = ("mbu", "mfu")

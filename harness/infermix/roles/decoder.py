@@ -56,7 +56,8 @@ class Emission:
     """Tokens that one sequence gained in one step, in order.
 
     `num_drafts` are the draft tokens that the step put into the KV behind the sequence's own: the first
-    `len(token_ids) - 1` of them were accepted, the engine cuts the rest away. Of drafts in a tree, `path` names those
+    `len(token_ids) - 1` of them were accepted, the engine cuts the rest away. With drafts there may be no token: the
+    sequence's last one is then processed again. Of drafts in a tree, `path` names those
     that were accepted, by index and in order; the engine then moves their K and V to the front.
     `alternatives` are the further outputs of a request that ends with this emission, each complete, of a decoder that
     returns them itself.
@@ -74,13 +75,14 @@ class Want:
     """What a forward returns beside the last-row logits: more rows, hidden states.
 
     `all_logits`: one row per new token. `draft_logits`: of a sequence whose last own token is processed by the step,
-    that token's row and one per draft behind it. `hidden`: what the model's head reads, of every new token; only for
-    a decoder that says `reads_hidden`.
+    that token's row and one per draft behind it, for at most `most_drafts` of them. `hidden`: what the model's head
+    reads, of every new token; only for a decoder that says `reads_hidden`.
     """
 
     all_logits: bool = False
     draft_logits: bool = False
     hidden: bool = False
+    most_drafts: int | None = None
 
 
 @dataclass(slots=True)
@@ -93,6 +95,8 @@ class Forward:
 
     `hidden [N, D]`, where wanted, has the new tokens of a sequence side by side from `first_rows[seq_id]` on, and row
     i of `logits` comes from its row `hidden_rows[i]`. It may be overwritten by the next forward.
+
+    `draws` says how often a token of the row's position was drawn before, each time with other noise (`None`: never).
     """
 
     logits: Tensor
@@ -103,6 +107,7 @@ class Forward:
     hidden: Tensor | None = None
     hidden_rows: list[int] | None = None
     first_rows: dict[int, int] | None = None
+    draws: list[int] | None = None
 
 
 class Runner(Protocol):

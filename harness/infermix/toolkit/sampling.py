@@ -25,7 +25,8 @@ _MASK = (1 << 64) - 1
 def uniform(seed: int, position: int, stream: int = 0) -> float:
     """A number in (0, 1) from (seed, position): two rounds of the SplitMix64 finalizer (Steele et al., 2014).
 
-    `stream` 0 chooses tokens; other streams are independent of it, for what else a decoder draws at a position.
+    `stream` 0 chooses tokens; other streams are independent of it, for tokens that are drawn again (`Forward.draws`)
+    and for what else a decoder draws at a position.
     """
     state = ((seed * 0x9E3779B97F4A7C15) ^ ((position + 1) * 0xD1342543DE82EF95)) & _MASK
     state ^= (stream * 0xA0761D6478BD642F) & _MASK
@@ -99,7 +100,7 @@ class TokenSampler:
         sequences = forward.sequences
         logits = self._adjusted(forward)
         known = forward.most_likely if logits is forward.logits and _greedy(sequences) else None
-        ids = self._choose(logits, sequences, _next_positions(sequences)) if known is None else known
+        ids = self._choose(logits, forward) if known is None else known
         self.next_ids.index_copy_(0, forward.lanes, ids)
         if self._seen is not None and _penalised(sequences):
             self._seen[forward.lanes, ids] = True
@@ -107,12 +108,12 @@ class TokenSampler:
 
     def sample_rows(self, forward: Forward, drafts: list[tuple[int, ...]]) -> Tensor:
         """Ids `[R]` of several rows per sequence; `drafts[i]` stand between what the sequence knows and row i."""
-        return self._choose(self._adjusted(forward, drafts), forward.sequences, _positions(forward))
+        return self._choose(self._adjusted(forward, drafts), forward)
 
     def probabilities(self, forward: Forward, drafts: list[tuple[int, ...]]) -> Tensor:
         """The distribution `[R, V]` (fp64, normalised) of every row; one-hot where the request is greedy."""
         logits = self._adjusted(forward, drafts)
-        filters = _filters_of(forward.sequences, _positions(forward), logits.device)
+        filters = _filters_of(forward, logits.device)
         kept = _filtered(logits, filters)
         greedy = torch.zeros_like(kept).scatter_(1, logits.argmax(-1, keepdim=True), 1.0)
         return torch.where(filters.temperature[:, None] > 0, kept / kept.sum(-1, keepdim=True), greedy)
@@ -125,10 +126,10 @@ class TokenSampler:
     def reset(self) -> None:
         self._seen_owner.clear()
 
-    def _choose(self, logits: Tensor, sequences: list[Sequence], positions: list[int]) -> Tensor:
-        if _greedy(sequences):
+    def _choose(self, logits: Tensor, forward: Forward) -> Tensor:
+        if _greedy(forward.sequences):
             return self._selector.greedy(logits)
-        return self._selector.draw(logits, _filters_of(sequences, positions, logits.device))
+        return self._selector.draw(logits, _filters_of(forward, logits.device))
 
     def _adjusted(self, forward: Forward, drafts: list[tuple[int, ...]] | None = None) -> Tensor:
         """Logits without the stop tokens that may not come yet, and with penalties."""
@@ -180,13 +181,14 @@ class TokenSampler:
         self._seen_owner.pop(lane, None)
 
 
-def _filters_of(sequences: list[Sequence], positions: list[int], device: torch.device) -> Filters:
-    params = [seq.request.sampling for seq in sequences]
+def _filters_of(forward: Forward, device: torch.device) -> Filters:
+    params = [seq.request.sampling for seq in forward.sequences]
+    draws = forward.draws or [0] * len(params)
     columns = [
         [p.temperature for p in params],
         [p.top_p for p in params],
         [p.min_p for p in params],
-        [uniform(p.seed, position) for p, position in zip(params, positions, strict=True)],
+        [uniform(p.seed, at, draw) for p, at, draw in zip(params, _positions(forward), draws, strict=True)],
         [p.top_k for p in params],
     ]
     table = torch.tensor(columns, dtype=torch.float64).to(device, non_blocking=True)

@@ -16,8 +16,9 @@ from infermix.roles.decoder import Decoder, DecoderContext, Emission, Forward, R
 from infermix.roles.kv_space import KVBudget, KVGroup, KVShape, KVSpace
 from infermix.roles.request import Sequence
 from infermix.roles.scheduler import Plan, Scheduled
-from infermix.toolkit.conformance.component import example_model
+from infermix.toolkit.conformance.component import example_machine, example_model
 from infermix.toolkit.conformance.scheduler import make_sequence
+from infermix.toolkit.conformance.unmasking import check_unmasking
 from infermix.toolkit.paged_space import PagedSpace, paged_shape
 from infermix.toolkit.tree_verification import DraftTree
 
@@ -78,7 +79,8 @@ def _texts(entry: Scheduled, want: Want) -> list[list[int]]:
         )
         return [[*own, *tree.branch(node)] for node in range(-1, len(entry.draft_ids))]
     first = entry.num_own_tokens - 1 if want.draft_logits else entry.num_new_tokens - 1
-    return [known[:end] for end in ends[first:]]
+    stop = None if want.most_drafts is None else first + 1 + want.most_drafts
+    return [known[:end] for end in ends[first:stop]]
 
 
 class _ToySampler:
@@ -203,9 +205,12 @@ def check_decoder(component: Component, options: Any = None, *, num_steps: int =
     """Several sequences, one with its prompt in two chunks: nothing may come out before a prompt is complete.
 
     A lossless decoder must emit exactly the model's greedy continuation; every decoder gives each sequence of a
-    complete prompt at least one token a step.
+    complete prompt at least one token a step. Decoders that search or fill in masks have checks of their own.
     """
     options = component.options() if options is None else options
+    if "decoder:unmasks" in component.provides(options, example_model(), example_machine("cpu")):
+        check_unmasking(component, options, toy_context(), (_ToyRunner, _ToySampler), make_sequence)
+        return
     decoder: Decoder = component.build(options, toy_context())
     if getattr(decoder, "returns_outputs", False):
         _check_search(decoder)
