@@ -12,7 +12,7 @@ from torch import Tensor
 
 from infermix_decoders.eagle_layer import EagleDraft, EagleShape, causal
 from infermix_decoders.head_files import EAGLE_FILES, write_heads
-from infermix_decoders.train_loop import Seen, Teacher, as_batch, train
+from infermix_decoders.train_loop import Seen, Teacher, as_batch, random_of, train
 
 if TYPE_CHECKING:
     from infermix_decoders.tree_options import EagleTraining
@@ -20,6 +20,11 @@ if TYPE_CHECKING:
 
 def train_eagle(options: EagleTraining, training: HeadTraining) -> dict[str, Any]:
     """Frozen base, head and embeddings. Returns losses, and how often the best guess is right on held-out text."""
+    with random_of(training):
+        return _train(options, training)
+
+
+def _train(options: EagleTraining, training: HeadTraining) -> dict[str, Any]:
     teacher = Teacher(training.model)
     shape = shape_of(training.model)
     draft = EagleDraft(shape).to(teacher.device)

@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +58,15 @@ class Teacher:
     def autocast(self) -> Any:
         on = self.device.type == "cuda"
         return torch.autocast(self.device.type, torch.bfloat16, enabled=on)
+
+
+@contextmanager
+def random_of(training: HeadTraining) -> Iterator[None]:
+    """First weights and noise are drawn from `training.seed`; the generators are left as they were."""
+    device = training.model.device
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(training.seed)
+        yield
 
 
 def as_batch(texts: Seq[OwnOutput], device: torch.device) -> TextBatch:

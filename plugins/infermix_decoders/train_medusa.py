@@ -12,7 +12,7 @@ from torch import Tensor
 from infermix_decoders.build_medusa import NUM_RANKS
 from infermix_decoders.head_files import MEDUSA_FILES, write_heads
 from infermix_decoders.medusa_heads import MedusaHeads
-from infermix_decoders.train_loop import Seen, Teacher, as_batch, train
+from infermix_decoders.train_loop import Seen, Teacher, as_batch, random_of, train
 
 if TYPE_CHECKING:
     from infermix_decoders.tree_options import MedusaTraining
@@ -24,6 +24,11 @@ _OUTPUT_SHARE = 0.3
 
 def train_medusa(options: MedusaTraining, training: HeadTraining) -> dict[str, Any]:
     """Frozen base, all heads at once. Returns losses, and how often each head is right on held-out text."""
+    with random_of(training):
+        return _train(options, training)
+
+
+def _train(options: MedusaTraining, training: HeadTraining) -> dict[str, Any]:
     teacher = Teacher(training.model)
     vocab_size, width = teacher.head.weight.shape
     heads = MedusaHeads(options.num_heads, options.num_layers, width, vocab_size).to(teacher.device)

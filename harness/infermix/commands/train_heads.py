@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from infermix.commands.arguments import parse_options, positive, rate
 from infermix.cost.machine import machine_facts
@@ -28,9 +28,13 @@ HELP = (
     "Train the draft heads of a decoder for a model, whose weights stay as they are: the model continues prompts of "
     "a corpus, and the heads learn to say in advance what it says (self-distillation)."
 )
-#: Of the time limit, until texts are made.
-_SHARE_FOR_TEXTS = 0.4
+#: Of the time that is left when the model is ready, for its texts.
+_SHARE_FOR_TEXTS = 0.3
 _HELD_OUT = 0.05
+#: Arguments that decide what the continuations are.
+_DECIDE_TEXTS = (
+    "model", "dtype", "corpus", "exclude", "prompts", "prompt_tokens", "new_tokens", "temperature", "seed",
+)  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,6 +57,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--new-tokens", type=positive, default=128, help="tokens of a continuation (128)")
     parser.add_argument("--temperature", type=float, default=0.0, help="of the continuations (0: greedy)")
     parser.add_argument(
+        "--texts", type=Path, metavar="FILE",
+        help="keep the continuations in this file; when it exists, train on those in it and make none",
+    )  # fmt: skip
+    parser.add_argument(
         "--parts", nargs="+", default=[], metavar="ROLE=NAME[:OPTION=VALUE,...]",
         help="parts of the engine that makes the continuations (attention=triton, scheduler=static:batch_size=512)",
     )  # fmt: skip
@@ -66,6 +74,8 @@ def execute(args: argparse.Namespace) -> int:
     started, catalogue = _now_s(), load_catalogue()
     trainer, options = _trainer(args.method, catalogue)
     _check_output(args.output, args.model)
+    if args.texts is not None and not args.texts.absolute().parent.is_dir():
+        raise UserError(f"{args.texts.absolute().parent} is no folder", where=f"--texts {args.texts}")
     training = _prepare(args, catalogue, started)
     texts_s = _now_s() - started
     figures = trainer.train(options, training)
@@ -146,21 +156,21 @@ def _engine(args: argparse.Namespace, catalogue: Catalogue) -> Any:
         parts=_parts(args.parts, catalogue), max_model_len=longest, max_num_seqs=args.sequences, seed=args.seed,
         clock_ns=now_ns, base=Path.cwd(), find=catalogue.find,
     )  # fmt: skip
-    return assemble(NativeOptions(mixed_graph_tokens=0), context)
+    graphs: Literal["auto", "off"] = "off" if _has_texts(args) else "auto"
+    return assemble(NativeOptions(mixed_graph_tokens=0, graphs=graphs), context)
+
+
+def _has_texts(args: argparse.Namespace) -> bool:
+    return args.texts is not None and args.texts.exists()
 
 
 def _prepare(args: argparse.Namespace, catalogue: Catalogue, started: float) -> HeadTraining:
     from infermix.roles.training import HeadTraining
-    from infermix.workload.training_prompts import training_prompts
 
     engine = _engine(args, catalogue)
     if engine.tokenizer is None:
         raise UserError("the model has no tokenizer, so no corpus can be read", where=args.model)
-    prompts = training_prompts(
-        args.corpus, engine.tokenizer, exclude=args.exclude, max_tokens=args.prompt_tokens, base=Path.cwd(),
-        seed=args.seed,
-    )[: args.prompts]  # fmt: skip
-    made = _texts(args, engine, prompts, started)
+    made = _texts(args, engine, started)
     model = engine.model
     engine.close()
     if getattr(model, "_supports_sdpa", False):
@@ -174,26 +184,52 @@ def _prepare(args: argparse.Namespace, catalogue: Catalogue, started: float) -> 
     )  # fmt: skip
 
 
-def _texts(args: argparse.Namespace, engine: Any, prompts: list[Any], started: float) -> list[OwnOutput]:
+def _texts(args: argparse.Namespace, engine: Any, started: float) -> list[OwnOutput]:
     """Shuffled, since short texts end first."""
     import random
 
-    from infermix.engine.self_output import own_outputs
+    from infermix.workload.own_texts import read_texts, write_texts
 
-    limit = args.time_limit_s
+    about = {name: getattr(args, name) for name in _DECIDE_TEXTS}
+    if _has_texts(args):
+        made = read_texts(args.texts, about, engine.tokenizer.vocab_size)
+    else:
+        made = _continued(args, engine, started)
+        if args.texts is not None:
+            write_texts(args.texts, made, about)
+    kept = [each for each in made if each.num_output_tokens > 1]
+    if len(kept) < 2:
+        told = f"{len(kept)} of {len(made)} texts have more than one token: the model ends its texts at once"
+        raise UserError(told, where=", ".join(args.corpus), hint="give other prompts, or more")
+    random.Random(args.seed).shuffle(kept)
+    return kept
+
+
+def _continued(args: argparse.Namespace, engine: Any, started: float) -> list[OwnOutput]:
+    """What the model makes of the prompts. Raises `UserError` when the time limit ends before there are texts."""
+    from infermix.engine.self_output import own_outputs
+    from infermix.workload.training_prompts import training_prompts
+
+    prompts = training_prompts(
+        args.corpus, engine.tokenizer, exclude=args.exclude, max_tokens=args.prompt_tokens, base=Path.cwd(),
+        seed=args.seed,
+    )[: args.prompts]  # fmt: skip
+    ready = _now_s()
+    left = None if args.time_limit_s is None else args.time_limit_s - (ready - started)
 
     def go_on(num_done: int) -> bool:
-        return limit is None or not num_done or _now_s() - started < _SHARE_FOR_TEXTS * limit
+        return left is None or _now_s() - ready < _SHARE_FOR_TEXTS * left
 
     made = own_outputs(
         engine, prompts, max_new_tokens=args.new_tokens, temperature=args.temperature, seed=args.seed, go_on=go_on
     )
-    kept = [each for each in made if each.num_output_tokens > 1]
-    print(f"{len(kept)} texts of {len(prompts)} prompts in {_now_s() - started:.0f} s", file=sys.stderr)
-    if len(kept) < 2:
-        raise UserError("the model ends its texts at once", where=", ".join(args.corpus), hint="give other prompts")
-    random.Random(args.seed).shuffle(kept)
-    return kept
+    print(f"{len(made)} texts of {len(prompts)} prompts in {_now_s() - ready:.0f} s", file=sys.stderr)
+    if left is not None and len(made) < min(2, len(prompts)):
+        spent = (
+            f"the model was ready after {ready - started:.0f} s, and {_now_s() - ready:.0f} s made {len(made)} texts"
+        )
+        raise UserError(spent, where=f"--time-limit-s {args.time_limit_s:g}", hint="give more seconds")
+    return made
 
 
 def _share_done(args: argparse.Namespace, started: float, begun: float) -> Callable[[int], float]:

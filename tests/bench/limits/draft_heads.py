@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -39,7 +40,7 @@ def trained(method: str, args: argparse.Namespace) -> dict[str, Any]:
     started = time.perf_counter()
     limit = ["--time-limit-s", str(args.time_limit_s)]
     corpus = ["--corpus", *(str(Path(path).resolve()) for path in args.corpus)]
-    excluded = ["--exclude", str(args.questions.resolve())]
+    excluded = ["--exclude", str(args.questions.resolve()), "--texts", str(args.texts.resolve())]
     told = infermix(
         "train-heads", args.model, "--method", method, *(ON_GPU if args.device == "cuda" else ON_CPU), *limit,
         *corpus, *excluded, "--output", str(HEADS / method),
@@ -56,7 +57,8 @@ def measured(args: argparse.Namespace) -> dict[str, Any]:
         "workload.num_requests": str(args.num_requests), "measure.repeats": str(args.repeats),
     }  # fmt: skip
     settings = [part for key, value in given.items() for part in ("--set", f"{key}={value}")]
-    print(infermix("run", "experiments/draft_heads.yaml", "--fresh", *settings, *fast))
+    for only in args.only:
+        print(infermix("run", "experiments/draft_heads.yaml", "--only", only, *settings, *fast), flush=True)
     found = {}
     for path in results.rglob("*.json"):
         record = json.loads(path.read_text())
@@ -74,9 +76,16 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--methods", nargs="+", default=list(LEAST))
     parser.add_argument("--time-limit-s", type=float, default=110)
+    parser.add_argument(
+        "--texts", type=Path, default=HEADS / "texts.jsonl", help="the model's texts, for every method"
+    )
+    parser.add_argument("--only", nargs="+", default=["*"], help="cells of the experiment, one run for each pattern")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--json", type=Path, required=True)
     args = parser.parse_args()
+    args.texts.parent.mkdir(parents=True, exist_ok=True)
+    args.texts.unlink(missing_ok=True)
+    shutil.rmtree(ROOT / "results" / "draft_heads", ignore_errors=True)
     training = {}
     for method in args.methods:
         training[method] = trained(method, args)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -51,12 +52,19 @@ class AttentionCase:
 
 
 def check_attention(
-    component: Component, options: Any = None, *, block_sizes: Sequence[int] = (16,), seed: int = 0
+    component: Component,
+    options: Any = None,
+    *,
+    block_sizes: Sequence[int] = (16,),
+    seed: int = 0,
+    share: tuple[int, int] = (0, 1),
 ) -> int:
     """Build the backend and compare it with fp64 attention; returns the number of comparisons.
 
     Runs on CUDA where there is one and the backend takes it. Memory that no sequence wrote is NaN; padded rows must
     be zeros; what is not provided must raise `Unsupported`; a batch that is updated in place must be read afresh.
+    `share` (index, of how many) takes part of the kinds of layers alone, so that processes can share the compilation
+    of kernels; tree masks are checked by the first.
     """
     options = component.options() if options is None else options
     machine = machine_for(component, options)
@@ -66,7 +74,7 @@ def check_attention(
     dtype = DTYPES[usable_dtype(needs) or "float32"]
     generator = torch.Generator().manual_seed(seed)
     count = 0
-    for layer in layers_of(provided):
+    for layer in islice(layers_of(provided), share[0], None, share[1]):
         for query_lens, context_lens in LENGTHS:
             case = draw_case(layer, query_lens, context_lens, generator, machine.device, dtype)
             for view_name, block_size in views_of(needs, block_sizes):
@@ -74,7 +82,7 @@ def check_attention(
                 if "graph:mixed" in provided and view_name == "paged":
                     _check_mixed(backend, case, block_size)
                 count += 1
-    if "attn:tree_mask" in provided:
+    if "attn:tree_mask" in provided and share[0] == 0:
         from infermix.toolkit.conformance.attention_tree import check_trees
 
         count += check_trees(backend, needs, provided, machine.device, dtype, generator)
