@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from decoding import generate
-from infermix.errors import Unsupported, UserError
+from infermix.engine.attention_check import check_attention_part
+from infermix.engine.self_check import self_check
+from infermix.errors import Unsupported, UserError, WrongResult
 from infermix.roles.engine import ScoreRequest
 from infermix.roles.request import Request, SamplingParams
 from infermix.toolkit.sampling import uniform
+from infermix_reference.attention_sdpa import SdpaAttention
+from infermix_reference.kv_none import RecomputeLayout
 from infermix_reference.scheduler_continuous import ContinuousScheduler
 from llada import MASK, PlainLLaDA, decode, write_llada
 
@@ -270,6 +275,48 @@ def test_a_mask_token_of_the_users(build: Build, tmp_path: Path) -> None:
         build({}, model=silent)
     with pytest.raises(UserError, match="96 is not in its vocabulary"):
         build({"mask_token_id": 96})
+
+
+def test_no_engine_without_the_parts_for_it(build_engine: Build, llada: Path) -> None:
+    with pytest.raises(Unsupported, match="needs decoder:unmasks, which decoder 'autoregressive' does not provide"):
+        build_engine(parts={"kv": "none"}, model=llada)
+    with pytest.raises(Unsupported, match="needs kv:recompute, which kv 'paged' does not provide"):
+        build_engine(parts={"decoder": "diffusion"}, model=llada)
+
+
+def test_logits_are_those_of_the_plain_model(build: Build, llada: Path) -> None:
+    """With either attention of transformers', which the self-check measures rounding by."""
+    engine, ids = build({}), torch.tensor([7, 8, MASK, 9, MASK, 30])
+    plain, joint = PlainLLaDA(llada)(ids.tolist()), engine._joint
+    joint.detach()
+    for implementation in ("eager", "sdpa"):
+        torch.testing.assert_close(joint.reference(ids, 6, implementation), plain, rtol=1e-4, atol=1e-4)
+    figures = engine.report().self_check
+    assert figures["relative_error"] < figures["tolerance"] <= 1e-4
+    assert figures["attention"]["relative_error"] < 1e-5
+
+
+def test_causal_attention_fails_the_self_check(build: Build) -> None:
+    class Causal(SdpaAttention):
+        def forward(self, q: Any, view: Any, batch: Any, layer: Any) -> Any:
+            return super().forward(q, view, batch, replace(layer, causal=True))
+
+    joint = build({})._joint
+    given = {"device": torch.device("cpu"), "dtype": torch.float32}
+    joint.detach()
+    with pytest.raises(WrongResult, match="packed logits differ"):
+        self_check(joint.model, joint, Causal(), RecomputeLayout(), **given)
+    with pytest.raises(WrongResult, match="differs from plain attention"):
+        check_attention_part(joint, Causal(), RecomputeLayout(), (5, 9), **given)
+    assert check_attention_part(joint, SdpaAttention(), RecomputeLayout(), (5, 9), **given)["layers"] == 1
+
+
+@pytest.mark.parametrize("quantizer", ["rtn", ("int8", {}), ("nf4", {"block_size": 32})], ids=str)
+def test_with_quantized_weights(build: Build, quantizer: Any) -> None:
+    """Rounded activations included, whose noise the self-check measures without shorter texts."""
+    wanted = requests(3)
+    found = generate(build({"block_length": 6}, parts={"quantizer": quantizer}), wanted)
+    assert [len(found[each.request_id]) for each in wanted] == [each.sampling.max_new_tokens for each in wanted]
 
 
 def test_no_score_of_such_a_model(build: Build) -> None:

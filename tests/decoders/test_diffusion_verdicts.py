@@ -107,6 +107,12 @@ def test_nobody_scores_such_a_model(llada: Path, tmp_path: Path) -> None:
     assert "which no engine does for a model that fills in masks" in reasons
 
 
+def test_a_library_that_runs_it_as_causal_is_refused(llada: Path, tmp_path: Path) -> None:
+    quantizer = "quantizer: {use: autoawq, calibration: {corpus: pydoc_data.topics}}"
+    reasons = verdict(tmp_path, llada, f"{PARTS}, {quantizer}")
+    assert any("quantizer 'autoawq' needs model:autoawq" in reason for reason in reasons)
+
+
 def test_a_threshold_on_random_tokens_says_nothing(llada: Path, tmp_path: Path) -> None:
     synthetic = "workload: {use: synthetic, input_tokens: 8, output_tokens: 8, ignore_eos: true}\n"
     decoder = "attention: sdpa, kv: none, decoder: {use: diffusion, threshold: 0.9}"
@@ -162,6 +168,12 @@ def test_other_variants_are_refused(tmp_path: Path, changes: dict[str, Any], mes
     (model / "config.json").write_text(json.dumps({**config, **changes}))
     with pytest.raises(UserError, match=message):
         resolve_source(ModelSource(source=str(model)), Path())
+
+
+def test_the_shipped_shape_is_as_large_as_the_checkpoint() -> None:
+    """LLaDA-8B-Instruct: its index says 16,031,162,368 bytes of bfloat16."""
+    facts = read_model_facts(resolve_source(ModelSource(source="shape:llada-8b", weights="dummy"), Path()))
+    assert (facts.weight_bytes, facts.mask_token_id) == (16_031_162_368, 126_336)
 
 
 def test_any_family_may_fill_in_masks(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from infermix.engine.weights import weight_bytes
 from infermix.errors import OutOfMemory, Unsupported, UserError
 from infermix.paths import cache_dir
 from infermix.roles.attention import TuneContext
-from infermix.roles.component import Choice, Role
+from infermix.roles.component import Choice, Role, meets
 from infermix.roles.decoder import DecoderContext, DecoderOptions
 from infermix.roles.engine import EngineContext, EngineReport
 from infermix.roles.kv_space import KVBudget, KVShape
@@ -116,6 +116,7 @@ class Assembly:
 def assemble(options: NativeOptions, context: EngineContext) -> NativeEngine | Replicas:
     """A ready engine. Raises `UserError` for bad input, `Unsupported` when the model or a part must not run."""
     build = Assembly(options, context)
+    _refuse_unmet(build)
     with build.phase("load"):
         loaded, tokenizer = _load(build)
     attention, layout = build.part(Role.ATTENTION), build.part(Role.KV)
@@ -228,6 +229,15 @@ def _query_lens(decoder: Any) -> tuple[int, ...]:
 def _captured_shapes(decoder: Any) -> tuple[tuple[int, ...], bool]:
     """Uniform query lengths, and whether longer ones than one may be trees."""
     return _query_lens(decoder), getattr(decoder, "draft_trees", False)
+
+
+def _refuse_unmet(build: Assembly) -> None:
+    """What the model asks of layout and decoder, for whoever comes here without a plan."""
+    for role, prefix in ((Role.KV, "kv:"), (Role.DECODER, "decoder:")):
+        for need in sorted(name for name in build.context.facts.features if name.startswith(prefix)):
+            if not meets(need, build.provides(role)):
+                name = build.context.parts[role].component.name
+                raise Unsupported(f"the model needs {need}, which {role.value} {name!r} does not provide")
 
 
 def _refuse_misfits(build: Assembly, decoder: Any, shape: KVShape) -> None:

@@ -46,7 +46,7 @@ def described(bits: int, group_size: int, *, symmetric: bool) -> str:
 
 
 def needs_model(library: str, model_types: frozenset[str], model: ModelFacts) -> Features:
-    """Refuses random weights, which have no files, and families that the library does not know."""
+    """Refuses random weights, which have no files, and families that the library does not know or runs as causal."""
     files = {"weights:files"} if model.dummy_weights else set()
-    known = set() if model.model_type in model_types else {f"model:{library}"}
-    return frozenset(files | known)
+    known = model.model_type in model_types and "model:bidirectional" not in model.features
+    return frozenset(files if known else files | {f"model:{library}"})
