@@ -183,6 +183,9 @@ class Fitter:
                 return max(_filled(demand.limits, machine, memory), round(each * demand.length)), ()
             return round(each * demand.length * demand.count), ()
         limits = demand.limits
+        if limits.kv_memory_fraction is not None and machine.device == "cpu":
+            told = f"limits.kv_memory_fraction is {limits.kv_memory_fraction:g}, but a CPU's KV takes what it needs"
+            raise UserError(told, hint="state limits.kv_memory_bytes, or leave it out")
         most = kv_limit(machine, memory, limits.kv_memory_bytes, limits.kv_memory_fraction)
         most = None if most is None else most // demand.replicas
         budget = KVBudget(demand.count, demand.length, facts.dtype_bytes, most, states=layer_states(facts))

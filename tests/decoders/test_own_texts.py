@@ -34,7 +34,7 @@ def test_a_broken_text_is_named(tmp_path: Path, line: str, message: str) -> None
     path = tmp_path / "t.jsonl"
     write_texts(path, [], ABOUT)
     path.write_text(path.read_text() + line + "\n")
-    with pytest.raises(UserError, match="t[.]jsonl") as raised:
+    with pytest.raises(UserError, match=r"t\.jsonl") as raised:
         read_texts(path, ABOUT, vocab_size=7)
     assert message in str(raised.value)
 

@@ -56,6 +56,15 @@ def test_a_fraction_of_the_device_sizes_the_pool(tmp_path: Path, fraction: float
     assert cell.sequences_that_fit == (room - 16 * token) // (1088 * token)
 
 
+def test_a_fraction_means_nothing_on_a_cpu(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text(TEXT.format(kv="paged") + "limits: {kv_memory_fraction: 0.5}\n", encoding="utf-8")
+    machine = replace(H200, device="cpu", name="a CPU", compute_capability=None)
+    (cell,) = compose(load_experiment(str(path)), load_catalogue(), machine=machine)
+    assert not cell.runs
+    assert any("limits.kv_memory_fraction is 0.5, but a CPU's KV" in reason for reason in cell.reasons)
+
+
 def test_group_sizes_that_do_not_divide_a_head(plan: Any) -> None:
     cell = plan("{use: kivi, group_size: 48, block_size: 48, residual_length: 96}")
     assert not cell.runs
