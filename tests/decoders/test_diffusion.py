@@ -215,6 +215,12 @@ def test_events_say_what_is_final_at_once(build: Build, llada: Path) -> None:
     assert engine.report().counters["denoising_forwards"] == 16
 
 
+def test_masks_in_a_prompt_stay(build: Build, llada: Path) -> None:
+    (request,) = wanted = [replace(requests(1, max_new_tokens=9)[0], prompt_ids=(7, MASK, 8, MASK))]
+    assert generate(build({"block_length": 4}), wanted) == plainly(llada, wanted, block_length=4)
+    assert request.prompt_ids == (7, MASK, 8, MASK)
+
+
 def test_several_outputs(build: Build) -> None:
     """Outputs of one request are those of single requests with their seeds."""
     engine = build({"block_length": 6, "steps_per_block": 2})
