@@ -41,6 +41,13 @@ SCHEDULERS = [
     ("continuous", {"max_num_seqs": 3}),
     ("continuous", {"max_num_seqs": 8, "max_num_batched_tokens": 24}),
     ("continuous", {"max_num_seqs": 8, "max_num_batched_tokens": 24, "chunked": True}),
+    ("dynamic", {"batch_size": 3, "max_wait_s": 0.0}),
+    ("chunked_prefill", {"max_num_batched_tokens": 16, "max_chunk_tokens": 3}),
+    ("priority", {"max_num_batched_tokens": 24}),
+    ("shortest_first", {"length": "prompt"}),
+    ("fair_share", {"weights": {"a": 3.0}, "chunked": True, "max_num_batched_tokens": 16}),
+    ("class_budgets", {"budgets": {"a": 1}, "default_budget": 2}),
+    ("slo_aware", {"tpot_s": 0.0125, "ttft_s": 0.02, "max_num_batched_tokens": 20}),
 ]
 
 
