@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+import msgspec
+
 from infermix.roles.component import Options
 
 if TYPE_CHECKING:
@@ -51,8 +53,7 @@ class DecoderOptions(Options, frozen=True, kw_only=True):
         return 1
 
 
-@dataclass(frozen=True, slots=True)
-class Emission:
+class Emission(msgspec.Struct, frozen=True):
     """Tokens that one sequence gained in one step, in order.
 
     `num_drafts` are the draft tokens that the step put into the KV behind the sequence's own: the first
@@ -137,7 +138,7 @@ class Sampler(Protocol):
         """
         ...
 
-    def sample_rows(self, forward: Forward, drafts: list[tuple[int, ...]]) -> Tensor:
+    def sample_rows(self, forward: Forward, drafts: Seq[tuple[int, ...]]) -> Tensor:
         """Token ids `[R]` of a forward with several rows per sequence, each drawn as if the rows before it held.
 
         `drafts[i]` are the tokens between the sequence's own and row i's prediction; they count for penalties. The
@@ -146,7 +147,7 @@ class Sampler(Protocol):
         """
         ...
 
-    def probabilities(self, forward: Forward, drafts: list[tuple[int, ...]]) -> Tensor:
+    def probabilities(self, forward: Forward, drafts: Seq[tuple[int, ...]]) -> Tensor:
         """The distribution `[R, V]` (fp64, normalised) that each row is drawn from; one-hot for greedy requests."""
         ...
 
