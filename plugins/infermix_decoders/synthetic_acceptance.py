@@ -49,7 +49,7 @@ class SyntheticDecoder(VerifyingDecoder):
         self._acceptance = acceptance_for(tokens_per_forward, num_draft_tokens)
         self.details = {"acceptance": self._acceptance}
 
-    def _num_accepted(self, row: Drafted, draws: list[int]) -> int:
+    def _num_accepted(self, row: Drafted, draws: Seq[int]) -> int:
         sequence, count = row.entry.sequence, 0
         seed, first = sequence.request.sampling.seed, len(sequence.tokens)
         while count < row.num_real and uniform(seed, first + count, _STREAM) < self._acceptance:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from infermix.roles.decoder import Forward, Sampler
-from infermix.toolkit.tree_verification import DraftTree, TreeDecoder, TreeTicket, tree_of
+from infermix.toolkit.tree_verification import DraftTree, TreeDecoder, TreeTicket, branch_prefixes, tree_of
 from infermix.toolkit.verification import Drafted
 from torch import Tensor
 
@@ -28,13 +28,12 @@ class TypicalTreeDecoder(TreeDecoder):
     def _judge(self, forward: Forward, emitting: Seq[Drafted], sampler: Sampler) -> list[float]:
         """Of every row: the log-likelihood of its guess under its parent's row, -inf where it does not stay."""
         trees = [tree_of(row) for row in emitting]
-        prefixes = [tree.branch(node) for tree in trees for node in range(-1, len(tree.tokens))]
-        p = sampler.probabilities(forward, prefixes)
+        p = sampler.probabilities(forward, branch_prefixes(emitting))
         parents, tokens = _parent_rows(trees)
         judged = typical_scores(p, parents.to(p.device), tokens.to(p.device), self._epsilon, self._delta)
         return judged.tolist()
 
-    def _path(self, row: Drafted, draws: list[int], span: slice, ticket: TreeTicket) -> tuple[int, ...]:
+    def _path(self, row: Drafted, draws: Seq[int], span: slice, ticket: TreeTicket) -> tuple[int, ...]:
         return longest_branch(tree_of(row).first(row.num_real), ticket.judged[span][1:])
 
 

@@ -8,6 +8,7 @@ the mask forbids has probability 0 at the target and does not stay.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -42,16 +43,16 @@ class MaskingSampler:
     def sample(self, forward: Forward) -> Tensor:
         return self._sampler.sample(self._masked(forward, [()] * len(forward.sequences)))
 
-    def sample_rows(self, forward: Forward, drafts: list[tuple[int, ...]]) -> Tensor:
+    def sample_rows(self, forward: Forward, drafts: Seq[tuple[int, ...]]) -> Tensor:
         return self._sampler.sample_rows(self._masked(forward, drafts), drafts)
 
-    def probabilities(self, forward: Forward, drafts: list[tuple[int, ...]]) -> Tensor:
+    def probabilities(self, forward: Forward, drafts: Seq[tuple[int, ...]]) -> Tensor:
         return self._sampler.probabilities(self._masked(forward, drafts), drafts)
 
     def accept(self, sequence: Sequence, token_ids: tuple[int, ...]) -> None:
         self._sampler.accept(sequence, token_ids)
 
-    def _masked(self, forward: Forward, drafts: list[tuple[int, ...]]) -> Forward:
+    def _masked(self, forward: Forward, drafts: Seq[tuple[int, ...]]) -> Forward:
         found = [self._masks.allowed(seq, own) for seq, own in zip(forward.sequences, drafts, strict=True)]
         for seq, own, mask in zip(forward.sequences, drafts, found, strict=True):
             if mask is not None and not own and seq.request.sampling.min_new_tokens:

@@ -15,6 +15,8 @@ from torch import Tensor
 from infermix.toolkit.selection import Filters
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence as Seq
+
     from infermix.roles.decoder import Forward
     from infermix.roles.request import SamplingParams, Sequence
     from infermix.toolkit.selection import TokenSelector
@@ -106,11 +108,11 @@ class TokenSampler:
             self._seen[forward.lanes, ids] = True
         return ids
 
-    def sample_rows(self, forward: Forward, drafts: list[tuple[int, ...]]) -> Tensor:
+    def sample_rows(self, forward: Forward, drafts: Seq[tuple[int, ...]]) -> Tensor:
         """Ids `[R]` of several rows per sequence; `drafts[i]` stand between what the sequence knows and row i."""
         return self._choose(self._adjusted(forward, drafts), forward)
 
-    def probabilities(self, forward: Forward, drafts: list[tuple[int, ...]]) -> Tensor:
+    def probabilities(self, forward: Forward, drafts: Seq[tuple[int, ...]]) -> Tensor:
         """The distribution `[R, V]` (fp64, normalised) of every row; one-hot where the request is greedy."""
         logits = self._adjusted(forward, drafts)
         filters = _filters_of(forward, logits.device)
@@ -131,7 +133,7 @@ class TokenSampler:
             return self._selector.greedy(logits)
         return self._selector.draw(logits, _filters_of(forward, logits.device))
 
-    def _adjusted(self, forward: Forward, drafts: list[tuple[int, ...]] | None = None) -> Tensor:
+    def _adjusted(self, forward: Forward, drafts: Seq[tuple[int, ...]] | None = None) -> Tensor:
         """Logits without the stop tokens that may not come yet, and with penalties."""
         logits = self._withhold_stops(forward.logits, forward.sequences, _positions(forward))
         if not _penalised(forward.sequences):
@@ -154,7 +156,7 @@ class TokenSampler:
             logits[row, list(stops)] = float("-inf")
         return logits
 
-    def _penalise(self, logits: Tensor, forward: Forward, drafts: list[tuple[int, ...]] | None) -> Tensor:
+    def _penalise(self, logits: Tensor, forward: Forward, drafts: Seq[tuple[int, ...]] | None) -> Tensor:
         if self._seen is None:
             shape = (self.next_ids.shape[0], self._vocab_size)
             self._seen = torch.zeros(shape, dtype=torch.bool, device=logits.device)

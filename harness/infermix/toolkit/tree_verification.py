@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -22,7 +23,10 @@ from infermix.roles.scheduler import Plan, Scheduled
 from infermix.toolkit.verification import (
     AcceptanceCounters,
     Drafted,
+    RowPrefixes,
+    all_decode,
     completes,
+    host_ids,
     in_forward_order,
     room_for_drafts,
     with_drafts,
@@ -44,6 +48,8 @@ class DraftTree(NamedTuple):
 
     def first(self, count: int) -> DraftTree:
         """A tree of its first guesses."""
+        if count >= len(self.tokens):
+            return self
         return DraftTree(self.tokens[:count], self.parents[:count])
 
     def within(self, depth: int) -> DraftTree:
@@ -78,7 +84,7 @@ class Verified:
     entry: Scheduled
     token_ids: tuple[int, ...] = ()
     path: tuple[int, ...] = ()
-    draws: tuple[int, ...] = ()
+    draws: Seq[int] = ()
     start: int = 0
 
     def rows(self, forward: Forward) -> list[int]:
@@ -89,7 +95,9 @@ class Verified:
 
     def last_row(self, forward: Forward) -> int:
         """The one of `rows` that the newest token was read from."""
-        return self.rows(forward)[-1]
+        assert forward.first_rows is not None
+        behind = self.path[-1] if self.path else -1
+        return forward.first_rows[self.entry.sequence.seq_id] + self.entry.num_own_tokens + behind
 
 
 class TreeDrafter(Protocol):
@@ -118,14 +126,23 @@ class TreeDrafter(Protocol):
 Accept = Callable[[DraftTree, Seq[int]], tuple[int, ...]]
 
 
+def last_child(tokens: Seq[int], parents: Seq[int], node: int, token: int) -> int:
+    """Of the guesses behind guess `node` (-1: the text) the last that is `token`; -1 where none is.
+
+    Most often none is, which a look at the tokens alone tells: much faster than to index every tree.
+    """
+    if token in tokens:
+        for index in range(len(tokens) - 1, node, -1):
+            if tokens[index] == token and parents[index] == node:
+                return index
+    return -1
+
+
 def equal_draws(tree: DraftTree, draws: Seq[int]) -> tuple[int, ...]:
     """The guesses, in order, that are what was drawn in their place."""
-    places = {
-        (parent, token): index for index, (parent, token) in enumerate(zip(tree.parents, tree.tokens, strict=True))
-    }
     path: list[int] = []
     node = -1
-    while (node := places.get((node, draws[node + 1]), -1)) >= 0:
+    while (node := last_child(tree.tokens, tree.parents, node, draws[node + 1])) >= 0:
         path.append(node)
     return tuple(path)
 
@@ -167,6 +184,8 @@ class TreeDecoder:
         self.details: dict[str, Any] = {}
         self.reads_hidden = drafter.reads_hidden
         self.query_lens = (1, drafter.num_nodes + 1)
+        # Trees of many drafters have few shapes.
+        self._depth_of = lru_cache(maxsize=1024)(depth_of)
 
     def launch(self, plan: Plan, runner: Runner, sampler: Sampler) -> TreeTicket:
         rows = self._rows(plan, runner)
@@ -180,7 +199,7 @@ class TreeDecoder:
         return TreeTicket(rows, emitting, starts, draws, forward, sampler, judged)
 
     def collect(self, ticket: TreeTicket) -> list[Emission]:
-        draws = ticket.ids.tolist()
+        draws = host_ids(ticket.ids)
         verified: dict[int, Verified] = {}
         first = 0
         for row in ticket.emitting:
@@ -207,8 +226,7 @@ class TreeDecoder:
     def _draws(self, forward: Forward, emitting: Seq[Drafted], sampler: Sampler) -> Tensor:
         if not emitting:
             return torch.empty(0, dtype=torch.int64)
-        trees = [(tree_of(row), len(row.drafts)) for row in emitting]
-        return sampler.sample_rows(forward, [tree.branch(node) for tree, count in trees for node in range(-1, count)])
+        return sampler.sample_rows(forward, branch_prefixes(emitting))
 
     def _judge(self, forward: Forward, emitting: Seq[Drafted], sampler: Sampler) -> list[float]:
         """A number per row for acceptance rules that need more than the draws; this one does not."""
@@ -218,30 +236,30 @@ class TreeDecoder:
     def _unfinished(row: Drafted, ticket: TreeTicket) -> Verified:
         return Verified(row.entry, start=ticket.starts[row.entry.sequence.seq_id])
 
-    def _path(self, row: Drafted, draws: list[int], span: slice, ticket: TreeTicket) -> tuple[int, ...]:
+    def _path(self, row: Drafted, draws: Seq[int], span: slice, ticket: TreeTicket) -> tuple[int, ...]:
         """Which guesses stay; `span` are the row's rows among those of the forward."""
         return equal_draws(tree_of(row).first(row.num_real), draws)
 
-    def _verify(self, row: Drafted, draws: list[int], span: slice, ticket: TreeTicket) -> Verified:
+    def _verify(self, row: Drafted, draws: Seq[int], span: slice, ticket: TreeTicket) -> Verified:
         path = self._path(row, draws, span, ticket)
-        tokens = (*(row.drafts[node] for node in path), draws[path[-1] + 1 if path else 0])
-        depth = max(tree_of(row).first(row.num_real).depths(), default=0)
-        category = row.entry.sequence.request.category
-        self._counters.count(depth, len(path), row.num_real - depth, category)
-        ticket.sampler.accept(row.entry.sequence, tokens)
-        return Verified(row.entry, tokens, path, tuple(draws), ticket.starts[row.entry.sequence.seq_id])
+        entry, sequence = row.entry, row.entry.sequence
+        tokens = (*[entry.draft_ids[node] for node in path], draws[path[-1] + 1 if path else 0])
+        depth = self._depth_of(entry.draft_parents[: row.num_real])
+        self._counters.count(depth, len(path), row.num_real - depth, sequence.request.category)
+        ticket.sampler.accept(sequence, tokens)
+        return Verified(entry, tokens, path, draws, ticket.starts[sequence.seq_id])
 
     def _rows(self, plan: Plan, runner: Runner) -> list[Drafted]:
         with self._counters.drafting():
             trees = self._trees(plan)
-        decoding = all(entry.num_new_tokens == 1 and completes(entry) for entry in plan.entries)
-        filled_to = self._drafter.num_nodes if self._uniform and decoding and trees else 0
-        if any(self._room(entry) < filled_to for entry in plan.entries):
+        filled_to = self._drafter.num_nodes if self._uniform and trees and all_decode(plan) else 0
+        if filled_to and any(self._room(entry) < filled_to for entry in plan.entries):
             filled_to = 0
+        none = DraftTree((), (-1,) * filled_to)
         rows = []
         for entry in plan.entries:
-            tree = trees.get(entry.sequence.seq_id, DraftTree())
-            rows.append(with_drafts(entry, tree.tokens, runner, filled_to, tree.parents or (-1,) * filled_to))
+            tokens, parents = trees.get(entry.sequence.seq_id, none)
+            rows.append(with_drafts(entry, tokens, runner, filled_to, parents))
         return rows
 
     def _trees(self, plan: Plan) -> dict[int, DraftTree]:
@@ -261,6 +279,16 @@ class TreeDecoder:
     def _room(self, entry: Scheduled) -> int:
         """Slots behind the entry's own tokens."""
         return self._max_model_len - entry.sequence.num_computed - entry.num_new_tokens
+
+
+def depth_of(parents: Seq[int]) -> int:
+    """Of the longest branch; 0 without guesses."""
+    return max(DraftTree((), tuple(parents)).depths(), default=0)
+
+
+def branch_prefixes(rows: Seq[Drafted]) -> RowPrefixes:
+    """`toolkit.verification.row_prefixes` where drafts form trees."""
+    return RowPrefixes(rows, lambda row: map(tree_of(row).branch, range(-1, len(row.drafts))))
 
 
 def tree_of(row: Drafted) -> DraftTree:

@@ -8,11 +8,12 @@ sampling.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from functools import cached_property
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -45,35 +46,19 @@ class AcceptanceCounters:
     Of a tree, a position is a depth, drafted once however many drafts it has.
 
     With a clock also the seconds spent in `drafting`: those of the device only where that block ends by reading it.
+    `verified` counts verifications by category, drafted positions, drafts beside them and accepted drafts: there are
+    few kinds, and telling a step's apart costs one look-up per sequence.
     """
 
     clock_ns: Callable[[], int] | None = None
     drafting_ns: int = 0
-    verifications: int = 0
     target_forwards: int = 0
-    emitted: int = 0
-    beside: int = 0
-    drafted_at: list[int] = field(default_factory=list)
-    accepted_at: list[int] = field(default_factory=list)
-    #: Verifications, tokens emitted, drafts and accepted drafts of requests that have a category.
-    by_category: dict[str, list[int]] = field(default_factory=dict)
+    verified: dict[tuple[str, int, int, int], int] = field(default_factory=dict)
 
     def count(self, num_drafts: int, num_accepted: int, num_beside: int = 0, category: str = "") -> None:
         """One verification of `num_drafts` positions, with `num_beside` more drafts for some of them."""
-        self.verifications += 1
-        if category:
-            counted = (1, num_accepted + 1, num_drafts + num_beside, num_accepted)
-            known = self.by_category.get(category, (0,) * len(counted))
-            self.by_category[category] = [a + b for a, b in zip(known, counted, strict=True)]
-        self.beside += num_beside
-        self.emitted += num_accepted + 1
-        missing = num_drafts - len(self.drafted_at)
-        if missing > 0:
-            self.drafted_at += [0] * missing
-            self.accepted_at += [0] * missing
-        for position in range(num_drafts):
-            self.drafted_at[position] += 1
-            self.accepted_at[position] += position < num_accepted
+        kind = (category, num_drafts, num_beside, num_accepted)
+        self.verified[kind] = self.verified.get(kind, 0) + 1
 
     @contextmanager
     def drafting(self) -> Iterator[None]:
@@ -85,31 +70,43 @@ class AcceptanceCounters:
 
     def as_counters(self) -> dict[str, float]:
         timed = {"draft_s": self.drafting_ns / 1e9} if self.clock_ns else {}
-        totals = {
-            "verifications": self.verifications,
-            "target_forwards": self.target_forwards,
-            "verified_tokens": self.emitted,
-            "draft_tokens": sum(self.drafted_at) + self.beside,
-            "accepted_draft_tokens": sum(self.accepted_at),
-        }
-        by_position = {
-            f"{name}_at_{position}": count
-            for name, counts in (("drafted", self.drafted_at), ("accepted", self.accepted_at))
-            for position, count in enumerate(counts, 1)
-        }
-        names = ("verifications", "verified_tokens", "draft_tokens", "accepted_draft_tokens")
+        categories = sorted({category for category, *_ in self.verified if category})
         by_category = {
-            f"{name}[{category}]": count
-            for category, counts in self.by_category.items()
-            for name, count in zip(names, counts, strict=True)
+            f"{name}[{category}]": count for category in categories for name, count in self._totals(category).items()
         }
-        return {name: float(count) for name, count in {**totals, **by_position, **by_category, **timed}.items()}
+        totals = {**self._totals(), "target_forwards": self.target_forwards}
+        return {
+            name: float(count) for name, count in {**totals, **self._by_position(), **by_category, **timed}.items()
+        }
+
+    def _totals(self, category: str | None = None) -> dict[str, int]:
+        """Of one category, or of all requests."""
+        totals = dict.fromkeys(("verifications", "verified_tokens", "draft_tokens", "accepted_draft_tokens"), 0)
+        for (own, drafts, beside, accepted_drafts), times in self.verified.items():
+            if category is None or own == category:
+                totals["verifications"] += times
+                totals["verified_tokens"] += times * (accepted_drafts + 1)
+                totals["draft_tokens"] += times * (drafts + beside)
+                totals["accepted_draft_tokens"] += times * accepted_drafts
+        return totals
+
+    def _by_position(self) -> dict[str, int]:
+        longest = max((drafts for _, drafts, _, _ in self.verified), default=0)
+        counts = {
+            f"{name}_at_{position}": 0 for name in ("drafted", "accepted") for position in range(1, longest + 1)
+        }
+        for (_, drafts, _, accepted_drafts), times in self.verified.items():
+            for name, last in (("drafted", drafts), ("accepted", accepted_drafts)):
+                for position in range(1, last + 1):
+                    counts[f"{name}_at_{position}"] += times
+        return counts
 
 
 def room_for_drafts(sequence: Sequence, limit: int, max_model_len: int) -> int:
     """Drafts that can still be of use: the step emits one more token than it accepts."""
-    left = sequence.request.sampling.max_new_tokens - sequence.num_output_tokens - 1
-    return max(0, min(limit, left, max_model_len - sequence.num_tokens - 1))
+    most = sequence.max_tokens if sequence.max_tokens < max_model_len else max_model_len
+    left = most - len(sequence.tokens) - sequence.num_inflight - 1
+    return limit if limit < left else max(0, left)
 
 
 @dataclass(slots=True)
@@ -131,31 +128,74 @@ def with_drafts(
 
     With `parents` the drafts form a tree, and what fills up hangs on the last own token.
     """
-    sequence = entry.sequence
-    end = sequence.num_computed + entry.num_new_tokens
-    wanted = max(len(drafts), filled_to)
-    if wanted and not runner.reserve(sequence, end + wanted):
-        wanted = 0
-    kept = tuple(drafts[:wanted])
-    filled = kept + (0,) * (wanted - len(kept))
-    tree = (*parents[: len(kept)], *[-1] * (wanted - len(kept))) if parents else ()
-    return Drafted(Scheduled(sequence, entry.num_new_tokens + wanted, filled, tree), len(kept))
+    sequence, num_real = entry.sequence, len(drafts)
+    wanted = max(num_real, filled_to)
+    if not wanted or not runner.reserve(sequence, sequence.num_computed + entry.num_new_tokens + wanted):
+        return Drafted(Scheduled(sequence, entry.num_new_tokens), 0)
+    filled, tree = tuple(drafts), tuple(parents)
+    if num_real < wanted:
+        filled += (0,) * (wanted - num_real)
+        tree = tree[:num_real] + (-1,) * (wanted - num_real) if tree else ()
+    return Drafted(Scheduled(sequence, entry.num_new_tokens + wanted, filled, tree), num_real)
 
 
 def completes(entry: Scheduled) -> bool:
     """Whether the step processes the last own token of the sequence, so that it emits."""
-    return entry.num_own_tokens == entry.sequence.num_uncomputed
+    sequence = entry.sequence
+    known = len(sequence.tokens) + sequence.num_inflight
+    return sequence.num_computed + entry.num_new_tokens - len(entry.draft_ids) == known
+
+
+def all_decode(plan: Plan) -> bool:
+    """Whether every sequence of a plan has one own token and emits."""
+    return all(entry.num_new_tokens == 1 and completes(entry) for entry in plan.entries)
 
 
 def in_forward_order(rows: Seq[Drafted], forward: Forward) -> list[Drafted]:
-    """Those that have logits, in the order of their logits (a layout with fixed rows has an order of its own)."""
+    """Those that have logits, in the order of their logits (a layout with fixed rows has an order of its own).
+
+    Of a `draft_logits` forward: the rows of a sequence lie together, one more than it has drafts.
+    """
     by_id = {row.entry.sequence.seq_id: row for row in rows}
-    return [by_id[seq_id] for seq_id in dict.fromkeys(seq.seq_id for seq in forward.sequences)]
+    ordered, place, sequences = [], 0, forward.sequences
+    while place < len(sequences):
+        row = by_id[sequences[place].seq_id]
+        ordered.append(row)
+        place += len(row.entry.draft_ids) + 1
+    return ordered
 
 
-def row_prefixes(rows: Seq[Drafted]) -> list[tuple[int, ...]]:
-    """For every row of a `draft_logits` forward, the drafts between the sequence's own token and the row."""
-    return [row.drafts[:count] for row in rows for count in range(len(row.drafts) + 1)]
+class RowPrefixes(Seq[tuple[int, ...]]):
+    """For every row of a `draft_logits` forward, the drafts between the sequence's own token and the row.
+
+    Penalties and masks alone want to know, so they are made when they are first looked at.
+    """
+
+    def __init__(self, rows: Seq[Drafted], of_row: Callable[[Drafted], Iterable[tuple[int, ...]]]) -> None:
+        self._rows, self._of_row = rows, of_row
+
+    def __len__(self) -> int:
+        return sum(len(row.drafts) + 1 for row in self._rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._made[index]
+
+    def __iter__(self) -> Iterator[tuple[int, ...]]:
+        return iter(self._made)
+
+    @cached_property
+    def _made(self) -> list[tuple[int, ...]]:
+        return [prefix for row in self._rows for prefix in self._of_row(row)]
+
+
+def row_prefixes(rows: Seq[Drafted]) -> RowPrefixes:
+    """Where drafts form one line each."""
+    return RowPrefixes(rows, lambda row: [row.drafts[:count] for count in range(len(row.drafts) + 1)])
+
+
+def host_ids(ids: Tensor) -> Seq[int]:
+    """Sampled ids `[R]`, waited for. Numbers are made of those alone that are looked at; a slice copies nothing."""
+    return memoryview(ids.cpu().numpy())
 
 
 def accepted(draws: Seq[int], drafts: Seq[int]) -> int:
@@ -205,12 +245,12 @@ class VerifyingDecoder:
         return Ticket(emitting, _draws(forward, emitting, sampler), sampler)
 
     def collect(self, ticket: Ticket) -> list[Emission]:
-        draws = ticket.ids.tolist()
+        draws = host_ids(ticket.ids)
         emissions, first = [], 0
         for row in ticket.rows:
-            own = draws[first : first + len(row.drafts) + 1]
-            emissions.append(self._emission(row, own, ticket.sampler))
-            first += len(own)
+            last = first + len(row.entry.draft_ids) + 1
+            emissions.append(self._emission(row, draws[first:last], ticket.sampler))
+            first = last
         return emissions
 
     def counters(self) -> dict[str, float]:
@@ -225,9 +265,8 @@ class VerifyingDecoder:
     def _rows(self, plan: Plan, runner: Runner) -> list[Drafted]:
         with self._counters.drafting():
             drafts = [self._drafts(entry) for entry in plan.entries]
-        decoding = all(entry.num_new_tokens == 1 and completes(entry) for entry in plan.entries)
-        filled_to = self._limit if self._uniform and decoding and any(drafts) else 0
-        if any(self._beyond(entry, filled_to) for entry in plan.entries):
+        filled_to = self._limit if self._uniform and any(drafts) and all_decode(plan) else 0
+        if filled_to and any(self._beyond(entry, filled_to) for entry in plan.entries):
             filled_to = 0
         return [
             with_drafts(entry, proposed, runner, filled_to)
@@ -243,17 +282,17 @@ class VerifyingDecoder:
         limit = room_for_drafts(entry.sequence, self._limit, self._max_model_len)
         return self._proposer.propose(entry.sequence, limit) if limit else ()
 
-    def _emission(self, row: Drafted, draws: list[int], sampler: Sampler) -> Emission:
-        count = self._num_accepted(row, draws)
+    def _emission(self, row: Drafted, draws: Seq[int], sampler: Sampler) -> Emission:
+        sequence, count = row.entry.sequence, self._num_accepted(row, draws)
         tokens = tuple(draws[: count + 1])
-        self._counters.count(row.num_real, count, category=row.entry.sequence.request.category)
+        self._counters.count(row.num_real, count, 0, sequence.request.category)
         if self._observe is not None:
-            self._observe(row.entry.sequence, draws, len(tokens))
-        sampler.accept(row.entry.sequence, tokens)
-        return Emission(row.entry.sequence, tokens, len(row.drafts))
+            self._observe(sequence, draws, count + 1)
+        sampler.accept(sequence, tokens)
+        return Emission(sequence, tokens, len(row.entry.draft_ids))
 
-    def _num_accepted(self, row: Drafted, draws: list[int]) -> int:
-        return accepted(draws, row.drafts[: row.num_real])
+    def _num_accepted(self, row: Drafted, draws: Seq[int]) -> int:
+        return accepted(draws, row.entry.draft_ids[: row.num_real])
 
 
 def _draws(forward: Forward, rows: Seq[Drafted], sampler: Sampler) -> Tensor:

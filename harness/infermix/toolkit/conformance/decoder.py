@@ -89,11 +89,11 @@ class _ToySampler:
     def sample(self, forward: Forward) -> Tensor:
         return forward.logits.argmax(-1)
 
-    def sample_rows(self, forward: Forward, drafts: list[tuple[int, ...]]) -> Tensor:
+    def sample_rows(self, forward: Forward, drafts: Many[tuple[int, ...]]) -> Tensor:
         assert len(drafts) == len(forward.logits), f"drafts for {len(drafts)} of {len(forward.logits)} rows"
         return forward.logits.argmax(-1)
 
-    def probabilities(self, forward: Forward, drafts: list[tuple[int, ...]]) -> Tensor:
+    def probabilities(self, forward: Forward, drafts: Many[tuple[int, ...]]) -> Tensor:
         return forward.logits.double()
 
     def accept(self, sequence: Sequence, token_ids: tuple[int, ...]) -> None:
