@@ -10,79 +10,67 @@ that begin with the last known token. Both are verified as one draft tree, so th
 from __future__ import annotations
 
 import random
-from collections import OrderedDict
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import chain
 
 from infermix.roles.decoder import Forward
 from infermix.roles.request import Sequence
-from infermix.toolkit.tree_verification import DraftTree, Verified
+from infermix.toolkit.tree_verification import DraftTree, Verified, last_child
+
+from infermix_decoders.ngram_pool import NgramPool
 
 
-class NgramPool:
-    """The latest `most` continuations of each token, `length` tokens long; the latest first when asked."""
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """The window as a tree of a stated depth: its line first, then the rest of one column after the other.
 
-    def __init__(self, length: int, most: int) -> None:
-        self.length, self._most = length, most
-        self._known: dict[int, OrderedDict[tuple[int, ...], None]] = {}
+    `places` are where node i's token lies among the levels, one after the other; `behind` are the rows of a forward
+    behind the last nodes of those columns that the depth leaves whole: the first ones.
+    """
 
-    def add(self, token: int, continuation: tuple[int, ...]) -> None:
-        known = self._known.setdefault(token, OrderedDict())
-        known[continuation] = None
-        known.move_to_end(continuation)
-        if len(known) > self._most:
-            known.popitem(last=False)
+    parents: tuple[int, ...]
+    places: tuple[int, ...]
+    behind: slice
 
-    def add_text(self, tokens: Seq[int], start: int) -> None:
-        """Every n-gram that ends at `start` or behind it."""
-        for end in range(max(start, self.length), len(tokens)):
-            self.add(tokens[end - self.length], tuple(tokens[end - self.length + 1 : end + 1]))
-
-    def after(self, token: int) -> Seq[tuple[int, ...]]:
-        return tuple(reversed(self._known.get(token, ())))
+    @staticmethod
+    def within(depth: int, width: int, num_levels: int) -> Columns:
+        line = min(width, depth)
+        parents, places = list(range(-1, line - 1)), list(range(line))
+        for column in range(line):
+            node = column
+            for level in range(1, min(num_levels, depth - column)):
+                parents.append(node)
+                places.append(level * width + column)
+                node = len(places) - 1
+        num_whole, step = max(0, min(line, depth - num_levels + 1)), max(1, num_levels - 1)
+        first = 1 if num_levels == 1 else line + num_levels - 1  # row i is behind node i - 1
+        return Columns(tuple(parents), tuple(places), slice(first, first + num_whole * step, step))
 
 
 @dataclass(slots=True)
 class Window:
-    """`levels[l][j]`: column j at level l, a guess for the position j + l + 1 behind the last known token."""
+    """`levels[l][j]`: column j at level l, a guess for the position j + l + 1 behind the last known token.
+
+    `columns` is what the last tree held of it.
+    """
 
     levels: list[list[int]]
     rng: random.Random
     pool: NgramPool
+    columns: Columns
     num_seen: int = 0
-    #: Index in the last tree of column j's node at each level; a column cut off by the tree's depth is shorter.
-    nodes: list[list[int]] = field(default_factory=list)
 
 
-class _Tree:
-    """A draft tree that grows; guesses that begin alike share their nodes."""
-
-    def __init__(self, depth: int) -> None:
-        self._most_depth = depth
-        self.tokens: list[int] = []
-        self.parents: list[int] = []
-        self._depths: list[int] = []
-        self._places: dict[tuple[int, int], int] = {}
-
-    def add(self, parent: int, token: int) -> int | None:
-        """The index of a new node; `None` where it would lie too deep."""
-        depth = 1 if parent < 0 else self._depths[parent] + 1
-        if depth > self._most_depth:
-            return None
-        self.tokens.append(token)
-        self.parents.append(parent)
-        self._depths.append(depth)
-        self._places[parent, token] = len(self.tokens) - 1
-        return len(self.tokens) - 1
-
-    def add_branch(self, tokens: Seq[int]) -> None:
-        parent = -1
-        for token in tokens:
-            known = self._places.get((parent, token))
-            added = self.add(parent, token) if known is None else known
-            if added is None:
-                return
-            parent = added
+def add_branch(tokens: list[int], parents: list[int], branch: tuple[int, ...]) -> None:
+    """Hang a branch on the text; guesses that begin alike share their nodes."""
+    node, depth = -1, 0
+    while depth < len(branch) and (known := last_child(tokens, parents, node, branch[depth])) >= 0:
+        node, depth = known, depth + 1
+    if depth < len(branch):
+        first = len(tokens)
+        tokens += branch[depth:]
+        parents += (node, *range(first, len(tokens) - 1))
 
 
 class LookaheadDrafter:
@@ -94,6 +82,7 @@ class LookaheadDrafter:
         self._width, self._levels, self._guesses = window, ngram - 1, guesses
         self._from_prompt = pool_from_prompt
         self.num_nodes = (window + guesses) * (ngram - 1)
+        self._columns = [Columns.within(depth, window, ngram - 1) for depth in range(window + ngram - 1)]
         self._windows: dict[int, Window] = {}
 
     def propose(self, sequences: Seq[Sequence], depths: Seq[int]) -> Seq[DraftTree]:
@@ -114,33 +103,22 @@ class LookaheadDrafter:
             window = self._windows[sequence.seq_id] = self._begin(sequence)
         window.pool.add_text(sequence.tokens, window.num_seen)
         window.num_seen = len(sequence.tokens)
-        tree = _Tree(depth)
-        window.nodes = self._columns(window, tree)
-        for guess in window.pool.after(sequence.tokens[-1]):
-            tree.add_branch(guess)
-        return DraftTree(tuple(tree.tokens), tuple(tree.parents))
+        columns = window.columns = self._columns[min(depth, len(self._columns) - 1)]
+        flat = list(chain.from_iterable(window.levels))
+        tokens = [flat[place] for place in columns.places]
+        guesses = window.pool.after(sequence.tokens[-1])
+        if not guesses:
+            return DraftTree(tuple(tokens), columns.parents)
+        parents = list(columns.parents)
+        for guess in guesses:
+            add_branch(tokens, parents, guess[:depth])
+        return DraftTree(tuple(tokens), tuple(parents))
 
     def _begin(self, sequence: Sequence) -> Window:
         rng = random.Random(sequence.request.sampling.seed)
         levels = [[rng.choice(sequence.tokens) for _ in range(self._width)] for _ in range(self._levels)]
         seen = 0 if self._from_prompt else sequence.num_prompt_tokens
-        return Window(levels, rng, NgramPool(self._levels, self._guesses), seen)
-
-    def _columns(self, window: Window, tree: _Tree) -> list[list[int]]:
-        line: list[int] = []
-        for token in window.levels[0]:
-            node = tree.add(line[-1] if line else -1, token)
-            if node is None:
-                break
-            line.append(node)
-        columns = [[node] for node in line]
-        for column, nodes in enumerate(columns):
-            for level in window.levels[1:]:
-                node = tree.add(nodes[-1], level[column])
-                if node is None:
-                    break
-                nodes.append(node)
-        return columns
+        return Window(levels, rng, NgramPool(self._levels, self._guesses), self._columns[0], seen)
 
     def _move(self, window: Window, verified: Verified) -> None:
         """One iteration on: every level becomes the one below it, the target's tokens the last one.
@@ -148,20 +126,17 @@ class LookaheadDrafter:
         A level then guesses one position less far ahead, which one new token of the text makes good; for each further
         one the window loses its first column and gets a fresh last one.
         """
-        draws = verified.draws
-        newest = []
-        for column in range(self._width):
-            nodes = window.nodes[column] if column < len(window.nodes) else []
-            drawn = len(nodes) == self._levels and nodes[-1] + 1 < len(draws)
-            newest.append(draws[nodes[-1] + 1] if drawn else self._any(window, verified))
-            if drawn:
-                first, *others = [level[column] for level in window.levels]
-                window.pool.add(first, (*others, newest[-1]))
+        draws, levels = verified.draws, window.levels
+        newest = list(draws[window.columns.behind])
+        window.pool.add(zip(*levels, newest, strict=False))
+        if len(newest) < self._width:
+            newest += [self._any(window, verified) for _ in range(self._width - len(newest))]
+        window.levels = [*levels[1:], newest]
         passed = min(len(verified.token_ids) - 1, self._width)
-        levels = [*window.levels[1:], newest]
-        fresh = [[self._any(window, verified) for _ in range(passed)] for _ in levels]
-        window.levels = [[*level[passed:], *more] for level, more in zip(levels, fresh, strict=True)]
-        window.nodes = []
+        if passed:
+            for level in window.levels:
+                del level[:passed]
+                level += [self._any(window, verified) for _ in range(passed)]
 
     @staticmethod
     def _any(window: Window, verified: Verified) -> int:

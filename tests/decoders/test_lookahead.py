@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,8 @@ from infermix.roles.decoder import Forward
 from infermix.roles.request import Request, SamplingParams, Sequence
 from infermix.roles.scheduler import Scheduled
 from infermix.toolkit.tree_verification import DraftTree, Verified, equal_draws
-from infermix_decoders.lookahead import LookaheadDrafter, NgramPool
+from infermix_decoders.lookahead import LookaheadDrafter
+from infermix_decoders.ngram_pool import NgramPool
 from infermix_decoders.options import LookaheadOptions
 
 Build = Callable[..., Any]
@@ -101,12 +103,27 @@ def test_depth_and_guesses_are_bounded() -> None:
 def test_the_pool_forgets_the_oldest() -> None:
     pool = NgramPool(2, 2)
     for last in (1, 2, 1, 3):
-        pool.add(7, (0, last))
+        pool.add([(7, 0, last)])
     assert pool.after(7) == ((0, 3), (0, 1))
     assert pool.after(8) == ()
+    pool.add([(7, 0, 4)] * 5000)
+    assert pool.after(7) == ((0, 4), (0, 3))
     pool.add_text([4, 5, 6, 8], 3)
     assert pool.after(5) == ((6, 8),)
     assert pool.after(4) == ()
+
+
+def test_the_pool_against_its_meaning() -> None:
+    """Of all that was added the latest distinct ones, also when the pool was tidied on the way."""
+    rng = random.Random(0)
+    pool, added = NgramPool(2, 3), list[tuple[int, ...]]()
+    for _ in range(1500):
+        ngrams = [tuple(rng.randrange(9) for _ in range(3)) for _ in range(8)]
+        pool.add(ngrams)
+        added += ngrams
+        token = rng.randrange(9)
+        latest = dict.fromkeys(tuple(rest) for first, *rest in reversed(added) if first == token)
+        assert pool.after(token) == tuple(latest)[:3]
 
 
 def test_more_tokens_than_a_tree_has() -> None:
