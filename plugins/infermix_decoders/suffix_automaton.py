@@ -24,34 +24,36 @@ class SuffixAutomaton:
             self.append(token)
 
     def append(self, token: int) -> None:
+        transitions, links, lengths = self._next, self._link, self._length
+        state, current = self._last, len(lengths)
         self.size += 1
-        current = self._new(self._length[self._last] + 1, {})
-        state = self._last
-        while state >= 0 and token not in self._next[state]:
-            self._next[state][token] = current
-            state = self._link[state]
-        self._link[current] = 0 if state < 0 else self._split(state, token)
+        transitions.append({})
+        links.append(0)
+        lengths.append(lengths[state] + 1)
+        self._end.append(self.size)
+        while state >= 0 and token not in transitions[state]:
+            transitions[state][token] = current
+            state = links[state]
+        suffix = 0
+        if state >= 0:
+            suffix = transitions[state][token]
+            if lengths[state] + 1 != lengths[suffix]:
+                suffix = self._split(state, token)
+        links[current] = suffix
         self._last = current
-        suffix = self._link[current]
-        self.match_length, self.match_end = self._length[suffix], self._end[suffix]
+        self.match_length, self.match_end = lengths[suffix], self._end[suffix]
         self._end[suffix] = self.size
 
-    def _new(self, length: int, transitions: dict[int, int]) -> int:
-        self._next.append(transitions)
-        self._link.append(-1)
-        self._length.append(length)
-        self._end.append(self.size)
-        return len(self._length) - 1
-
     def _split(self, state: int, token: int) -> int:
-        """The state of the longest known suffix that ends in `token`, cloned when its class holds longer strings."""
-        target = self._next[state][token]
-        if self._length[state] + 1 == self._length[target]:
-            return target
-        clone = self._new(self._length[state] + 1, dict(self._next[target]))
-        self._link[clone], self._end[clone] = self._link[target], self._end[target]
-        while state >= 0 and self._next[state].get(token) == target:
-            self._next[state][token] = clone
-            state = self._link[state]
-        self._link[target] = clone
+        """A state of its own for the longest known suffix that ends in `token`: its class holds longer strings."""
+        transitions, links = self._next, self._link
+        target, clone = transitions[state][token], len(links)
+        transitions.append(transitions[target].copy())
+        links.append(links[target])
+        self._length.append(self._length[state] + 1)
+        self._end.append(self._end[target])
+        while state >= 0 and transitions[state].get(token) == target:
+            transitions[state][token] = clone
+            state = links[state]
+        links[target] = clone
         return clone
