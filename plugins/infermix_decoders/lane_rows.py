@@ -16,6 +16,10 @@ class LaneRows:
         self._rows = torch.zeros(max_num_seqs, width, device=device, dtype=dtype)
         self._known: set[int] = set()
 
+    @property
+    def device(self) -> torch.device:
+        return self._rows.device
+
     def knows(self, sequence: Sequence) -> bool:
         return sequence.seq_id in self._known
 

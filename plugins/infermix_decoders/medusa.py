@@ -22,18 +22,21 @@ class MedusaDrafter:
         self._heads, self._latest = heads, latest
         self.num_nodes = len(shape.parents)
         self._num_ranks = max(shape.ranks) + 1
-        self._shapes = {depth: shape.within(depth) for depth in range(1, max(shape.depths) + 1)}
+        self._shape, self._shallower = shape, _shallower(shape)
+        # Where node i's guess lies among those of all heads, one head after the other.
+        places = [(depth - 1) * self._num_ranks + rank for depth, rank in zip(shape.depths, shape.ranks, strict=True)]
+        self._places = to_device(places, latest.device)
 
     def propose(self, sequences: Seq[Sequence], depths: Seq[int]) -> Seq[DraftTree]:
         known = [sequence for sequence in sequences if self._latest.knows(sequence)]
         if not known:
             return [DraftTree()] * len(sequences)
-        best = self._heads.best(self._latest.take(known), self._num_ranks).tolist()
-        guesses = dict(zip((sequence.seq_id for sequence in known), best, strict=True))
-        return [
-            self._tree(guesses[sequence.seq_id], depth) if sequence.seq_id in guesses else DraftTree()
-            for sequence, depth in zip(sequences, depths, strict=True)
-        ]
+        best = self._heads.best(self._latest.take(known), self._num_ranks)
+        guesses = best.flatten(1).index_select(1, self._places).tolist()
+        if len(known) < len(sequences):
+            made = {sequence.seq_id: tokens for sequence, tokens in zip(known, guesses, strict=True)}
+            guesses = [made.get(sequence.seq_id, []) for sequence in sequences]
+        return [self._tree(tokens, depth) for tokens, depth in zip(guesses, depths, strict=True)]
 
     def observe(self, verified: Seq[Verified], forward: Forward) -> None:
         """Keep the hidden state behind which each sequence goes on."""
@@ -47,8 +50,19 @@ class MedusaDrafter:
     def forget(self, sequence: Sequence) -> None:
         self._latest.forget(sequence)
 
-    def _tree(self, guesses: list[list[int]], depth: int) -> DraftTree:
-        """`guesses[k][r]` is the guess of rank r of head k."""
-        shape = self._shapes[min(depth, len(self._shapes))]
-        tokens = tuple(guesses[own - 1][rank] for own, rank in zip(shape.depths, shape.ranks, strict=True))
-        return DraftTree(tokens, shape.parents)
+    def _tree(self, tokens: list[int], depth: int) -> DraftTree:
+        """`tokens` of all nodes, or none."""
+        if not tokens:
+            return DraftTree()
+        if depth > len(self._shallower):
+            return DraftTree(tuple(tokens), self._shape.parents)
+        kept, parents = self._shallower[depth - 1]
+        return DraftTree(tuple(tokens[node] for node in kept), parents)
+
+
+def _shallower(shape: TreeShape) -> list[tuple[list[int], tuple[int, ...]]]:
+    """For every depth below the shape's own: the nodes that are left, and their parents."""
+    return [
+        ([node for node, own in enumerate(shape.depths) if own <= depth], shape.within(depth).parents)
+        for depth in range(1, max(shape.depths))
+    ]
