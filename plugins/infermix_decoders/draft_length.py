@@ -25,11 +25,13 @@ class DraftLength:
 
     def observe(self, num_drafts: int, num_accepted: int) -> None:
         """Count one round: every draft up to the first rejected one was tried."""
+        if len(self.choices) == 1:
+            return
         tried = min(num_accepted + 1, num_drafts)
         for index in range(tried):
             stayed = float(index < num_accepted)
             self._acceptance = self._memory * self._acceptance + (1 - self._memory) * stayed
-        if len(self.choices) > 1 and tried:
+        if tried:
             self.current = max(self.choices, key=self._worth)
 
     def _worth(self, count: int) -> float:

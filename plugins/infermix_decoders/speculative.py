@@ -17,11 +17,14 @@ from infermix.toolkit.verification import (
     Drafted,
     accepted,
     completes,
+    host_ids,
     in_forward_order,
     room_for_drafts,
     row_prefixes,
     with_drafts,
 )
+
+from infermix_decoders.lane_rows import to_device
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,10 +37,12 @@ ACCEPT_STREAM, DRAFT_STREAM = 1, 2
 
 @dataclass(slots=True)
 class Proposal:
-    """Drafts of one round, one column per draft; `q` holds their distributions unless every request is greedy."""
+    """Drafts of one round. Unless every request is greedy, `q [drafts * sequences, V]` holds their distributions: all
+    first ones, all second ones, and so on, in the order of `tokens`.
+    """
 
     tokens: dict[int, list[int]] = field(default_factory=dict)
-    q: dict[int, list[Tensor]] = field(default_factory=dict)
+    q: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -60,16 +65,21 @@ class DraftModel:
         shadows = [shadow for seq in sequences if (shadow := self._ready(seq, count)) is not None]
         if not shadows:
             return Proposal()
-        columns, distributions = [], []
-        for _ in range(count):
-            forward = self._second.runner.forward(Plan([Scheduled(each, each.num_uncomputed) for each in shadows]))
+        columns: list[Tensor] = []
+        distributions: list[Any] = []
+        later = [Scheduled(shadow, 1) for shadow in shadows]
+        for step in range(count):
+            entries = later if step else [Scheduled(each, each.num_uncomputed) for each in shadows]
+            forward = self._second.runner.forward(Plan(entries))
             ids, q = self._draw(forward, greedy)
             columns.append(ids)
             distributions.append(q)
             for shadow in shadows:
-                shadow.num_computed = shadow.num_tokens
-                shadow.num_inflight += 1
-        return self._collect(forward, torch.stack(columns, dim=1).tolist(), distributions, greedy)
+                shadow.num_computed = len(shadow.tokens) + step
+                shadow.num_inflight = step + 1
+        tokens = torch.stack(columns, dim=1).tolist()
+        ids = (shadow.seq_id for shadow in forward.sequences)
+        return Proposal(dict(zip(ids, tokens, strict=True)), None if greedy else torch.cat(distributions))
 
     def keep(self, sequence: Sequence, num_tokens: int) -> None:
         """Of what was drafted only the first `num_tokens` tokens of the text hold."""
@@ -103,15 +113,6 @@ class DraftModel:
         ids = draw(q, _noise([(seq, seq.num_tokens) for seq in forward.sequences], DRAFT_STREAM, q.device))
         sampler.next_ids.index_copy_(0, forward.lanes, ids)
         return ids, q
-
-    @staticmethod
-    def _collect(forward: Forward, tokens: list[list[int]], distributions: list[Any], greedy: bool) -> Proposal:
-        made = Proposal()
-        for row, shadow in enumerate(forward.sequences):
-            made.tokens[shadow.seq_id] = tokens[row]
-            if not greedy:
-                made.q[shadow.seq_id] = [q[row] for q in distributions]
-        return made
 
 
 class SpeculativeDecoder:
@@ -159,11 +160,11 @@ class SpeculativeDecoder:
         return Ticket(emitting, *rejection_draws(forward, emitting, proposal, sampler), sampler)
 
     def collect(self, ticket: Ticket) -> list[Emission]:
-        draws = ticket.draws.tolist()
+        draws = host_ids(ticket.draws)
         stays = None if ticket.stays is None else ticket.stays.tolist()
         emissions, first = [], 0
         for row in ticket.rows:
-            span = slice(first, first + len(row.drafts) + 1)
+            span = slice(first, first + len(row.entry.draft_ids) + 1)
             emissions.append(self._emission(row, draws[span], stays and stays[span], ticket.sampler))
             first = span.stop
         return emissions
@@ -193,8 +194,9 @@ class SpeculativeDecoder:
         filled_to = count if self._uniform and proposal.tokens and self._all_fit(plan, count) else 0
         rows = []
         for entry in plan.entries:
-            drafts = proposal.tokens.get(entry.sequence.seq_id, [])[: self._limit(entry, count)]
-            rows.append(with_drafts(entry, drafts, runner, filled_to))
+            drafts = proposal.tokens.get(entry.sequence.seq_id)
+            kept = drafts[: self._limit(entry, count)] if drafts else ()
+            rows.append(with_drafts(entry, kept, runner, filled_to))
         return rows
 
     def _all_fit(self, plan: Plan, count: int) -> bool:
@@ -203,15 +205,15 @@ class SpeculativeDecoder:
             for entry in plan.entries
         )
 
-    def _emission(self, row: Drafted, draws: list[int], stays: list[bool] | None, sampler: Sampler) -> Emission:
-        sequence, drafts = row.entry.sequence, row.drafts[: row.num_real]
+    def _emission(self, row: Drafted, draws: Seq[int], stays: list[bool] | None, sampler: Sampler) -> Emission:
+        sequence, drafts = row.entry.sequence, row.entry.draft_ids[: row.num_real]
         count = accepted(draws, drafts) if stays is None else _leading(stays[: row.num_real])
         tokens = (*drafts[:count], draws[count])
-        self._counters.count(row.num_real, count, category=sequence.request.category)
+        self._counters.count(row.num_real, count, 0, sequence.request.category)
         self._length.observe(row.num_real, count)
         sampler.accept(sequence, tokens)
         self._draft.keep(sequence, len(sequence.tokens) + count)
-        return Emission(sequence, tokens, len(row.drafts))
+        return Emission(sequence, tokens, len(row.entry.draft_ids))
 
 
 def rejection_draws(
@@ -240,14 +242,18 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
 
 def _draft_rows(rows: Seq[Drafted], proposal: Proposal, p: Tensor) -> tuple[Tensor, Tensor]:
     """Draft token `[R]` and draft distribution `[R, V]` in place of every row's prediction."""
-    q = torch.zeros_like(p)
+    places = {seq_id: place for place, seq_id in enumerate(proposal.tokens)}
     tokens: list[int] = []
+    targets: list[int] = []
+    sources: list[int] = []
     for row in rows:
-        distributions = proposal.q.get(row.entry.sequence.seq_id, [])
-        for index in range(row.num_real):
-            q[len(tokens) + index] = distributions[index]
+        targets += range(len(tokens), len(tokens) + row.num_real)
+        sources += (places[row.entry.sequence.seq_id] + index * len(places) for index in range(row.num_real))
         tokens += [*row.drafts, 0]
-    return torch.tensor(tokens, device=p.device), q
+    q = torch.zeros_like(p)
+    if proposal.q is not None:
+        q.index_copy_(0, to_device(targets, p.device), proposal.q.index_select(0, to_device(sources, p.device)))
+    return to_device(tokens, p.device), q
 
 
 def _noise(keys: Seq[tuple[Sequence, int]], stream: int, device: torch.device) -> Tensor:
