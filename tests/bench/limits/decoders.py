@@ -1,10 +1,12 @@
 """What decoders cost on one GPU: a verification forward, synthetic acceptance, their own Python. Random weights.
 
     python tests/bench/limits/decoders.py --json decoders.json [--only verification,speedup,overhead]
+        [--decoders lookahead,medusa,...]
 
 `verification`: a step of 8 tokens against a step of 1, 8B shape, one sequence, both replayed from graphs. `speedup`:
 `synthetic_acceptance` at 3.0 tokens per forward against plain decoding, the two engines in turns. `overhead`: time in
-`launch` and `collect` of a decoder outside of forwards, sampling and waiting for the device, for 1 and 64 sequences.
+`launch` and `collect` of a decoder outside of forwards, sampling and waiting for the device, for 1 and 64 sequences
+(`decoder_overhead.py`); heads are random, constraints are JSON over a made-up vocabulary, where xgrammar is there.
 """
 
 from __future__ import annotations
@@ -14,14 +16,18 @@ import json
 import random
 import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
+from decoder_overhead import DECODERS, OwnTime, constrain, write_random_heads
 from engine import TRANSFORMS, choose
 from infermix.cost.machine import machine_facts
 from infermix.cost.model_facts import read_model_facts
@@ -36,15 +42,6 @@ CONTEXT, REPLAYS, ROUNDS = 1024, 100, 5
 NUM_DRAFTS, TOKENS_PER_FORWARD = 7, 3.0
 #: Most a step of 8 tokens may take of a step of 1; least gain at 3.0 tokens per forward; most milliseconds of Python.
 MOST_VERIFICATION, LEAST_SPEEDUP, MOST_OVERHEAD_MS = 1.15, 2.3, {1: 0.3, 64: 1.0}
-OVERHEAD: dict[str, tuple[str, dict[str, Any]]] = {
-    "autoregressive": ("autoregressive", {}),
-    "prompt_lookup": ("prompt_lookup", {}),
-    "jacobi": ("jacobi", {}),
-    "lookahead": ("lookahead", {}),
-    "synthetic_acceptance": ("synthetic_acceptance", {}),
-    "self_speculative": ("self_speculative", {"skip_layers": tuple(range(2, 28))}),
-    "beam": ("beam", {"num_beams": 4}),
-}
 
 
 def build(
@@ -54,6 +51,7 @@ def build(
     max_num_seqs: int,
     kv_bytes: int,
     graphs: str = "auto",
+    base: Path | None = None,
 ) -> Any:
     """The Triton parts over paged KV on a GPU; the plain ones elsewhere, to try this script."""
     catalogue, on_gpu = load_catalogue(), device == "cuda"
@@ -74,7 +72,7 @@ def build(
         transforms=tuple(choose(catalogue, Role.TRANSFORM, each) for each in TRANSFORMS) if on_gpu else (),
         max_model_len=min(2304, read_model_facts(source, dtype=dtype, dummy=dummy).max_position_embeddings),
         max_num_seqs=max_num_seqs * rows, kv_memory_bytes=kv_bytes if on_gpu else None, seed=0,
-        clock_ns=time.perf_counter_ns, find=catalogue.find,
+        clock_ns=time.perf_counter_ns, find=catalogue.find, base=base,
     )  # fmt: skip
     native = choose(catalogue, Role.ENGINE, "native", graphs=graphs)
     return native.component.build(native.options, context)
@@ -157,63 +155,22 @@ def speedup(plain: Any, drafting: Any, length: int, new: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-class Timed:
-    """Seconds spent in calls that are not the decoder's own work."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def wrap(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*given: Any, **named: Any) -> Any:
-            start = time.perf_counter()
-            try:
-                return call(*given, **named)
-            finally:
-                self.seconds += time.perf_counter() - start
-
-        return timed
-
-
-def own_parts(engine: Any) -> list[tuple[Any, str]]:
-    """Forwards and sampling of the target and of a draft model."""
-    second = getattr(getattr(engine._decoder, "_draft", None), "_second", None)
-    runners = [engine._runner, *([second.runner] if second else [])]
-    samplers = [engine._sampler, *([second.sampler] if second else [])]
-    found = [(runner, "forward") for runner in runners]
-    return found + [(each, name) for each in samplers for name in ("sample", "sample_rows", "probabilities")]
-
-
 def overhead(engine: Any, device: str, count: int, steps: int) -> dict[str, float]:
-    """Median milliseconds of a decoder's own Python in one step."""
+    """Milliseconds of a decoder's own Python in one step."""
     engine.reset()
     submit(engine, count, 64, 400 if device == "cuda" else 60)
     for _ in range(8):
         engine.step()
-    outside, samples = Timed(), []
-    for owner, name in own_parts(engine):
-        setattr(owner, name, outside.wrap(getattr(owner, name)))
-    decoder = engine._decoder
-    launch, collect = decoder.launch, decoder.collect
-    spent = 0.0
-
-    def timed(call: Callable[..., Any], *given: Any) -> Any:
-        nonlocal spent
-        if device == "cuda":
-            torch.cuda.synchronize()
-        start, before = time.perf_counter(), outside.seconds
-        found = call(*given)
-        spent += time.perf_counter() - start - (outside.seconds - before)
-        return found
-
-    decoder.launch = lambda *given: timed(launch, *given)
-    decoder.collect = lambda *given: timed(collect, *given)
+    own, samples = OwnTime(engine), []
     for _ in range(steps):
         if not engine.has_work:
             break
-        spent = 0.0
+        before = own()
         engine.step()
-        samples.append(1e3 * spent)
-    return {"median_ms": statistics.median(samples), "worst_ms": max(samples), "most_ms": MOST_OVERHEAD_MS[count]}
+        samples.append(1e3 * (own() - before))
+    own.detach()
+    figures = {"median_ms": statistics.median(samples), "least_ms": min(samples), "worst_ms": max(samples)}
+    return {**figures, "most_ms": MOST_OVERHEAD_MS[count]}
 
 
 def pair(model: str, device: str) -> tuple[Any, Any]:
@@ -228,37 +185,66 @@ def show(rows: dict[str, Any]) -> None:
         print(f"  {name:36} {figures}", flush=True)
 
 
-def main() -> None:
+def overhead_rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """One engine for both numbers of sequences: loading one takes longer than the steps."""
+    source = resolve_source(ModelSource(source=given.small, weights="dummy"), Path("."))
+    facts = read_model_facts(source, dtype="bfloat16", dummy=True)
+    with tempfile.TemporaryDirectory() as base:
+        write_random_heads(Path(base), facts.hidden_size, facts.vocab_size)
+        for name in given.decoders.split(","):
+            # Forwards are not what is timed, so nothing is captured.
+            engine = build(given.small, given.device, DECODERS[name], 64, 8 << 30, "off", Path(base))
+            if name == "constrained":
+                constrain(engine)
+            if hasattr(engine._decoder, "_uniform"):
+                engine._decoder._uniform = True  # also on a CPU: the steps that a GPU would replay
+            for count in MOST_OVERHEAD_MS:
+                yield {f"overhead {name} {count}": overhead(engine, given.device, count, given.steps)}
+            engine.close()
+
+
+def speed_rows(given: argparse.Namespace, asked: Seq[str]) -> dict[str, Any]:
+    rows: dict[str, Any] = {}
+    engines = pair(given.model, given.device)
+    if "verification" in asked and given.device == "cuda":
+        rows["verification 8 against 1"] = verification(*engines)
+    if "speedup" in asked:
+        rows["speedup at 3.0"] = speedup(*engines, *((CONTEXT, 1024) if given.device == "cuda" else (16, 60)))
+    for engine in engines:
+        engine.close()
+    return rows
+
+
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="where the figures are written")
     parser.add_argument("--only", default="verification,speedup,overhead")
+    measurable = [name for name in DECODERS if name != "constrained" or find_spec("xgrammar")]
+    parser.add_argument("--decoders", default=",".join(measurable), help="of the overhead rows")
+    parser.add_argument("--steps", type=int, default=48, help="timed for each overhead row")
     parser.add_argument("--model", default="shape:llama-3-8b")
     parser.add_argument("--small", default="shape:smollm2-135m", help="model of the overhead rows")
     parser.add_argument("--device", default="cuda", help="cpu tries the script on a tiny --model and --small")
     given = parser.parse_args()
-    asked, on_gpu = given.only.split(","), given.device == "cuda"
+    unknown = set(given.decoders.split(",")) - set(DECODERS)
+    if unknown:
+        parser.error(f"--decoders {', '.join(sorted(unknown))}: expected some of {', '.join(DECODERS)}")
+    return given
+
+
+def main() -> None:
+    given = arguments()
+    asked = given.only.split(",")
     rows: dict[str, Any] = {}
     if {"verification", "speedup"} & set(asked):
-        engines = pair(given.model, given.device)
-        if "verification" in asked and on_gpu:
-            rows["verification 8 against 1"] = verification(*engines)
-        if "speedup" in asked:
-            rows["speedup at 3.0"] = speedup(*engines, *((CONTEXT, 1024) if on_gpu else (16, 60)))
+        rows |= speed_rows(given, asked)
         show(rows)
-        for engine in engines:
-            engine.close()
-        del engines, engine
     if "overhead" in asked:
-        for name, decoder in OVERHEAD.items():
-            for count in MOST_OVERHEAD_MS:
-                # Forwards are not what is timed, so nothing is captured.
-                engine = build(given.small, given.device, decoder, count, 8 << 30, "off")
-                row = {f"overhead {name} {count}": overhead(engine, given.device, count, 48)}
-                engine.close()
-                show(row)
-                rows |= row
+        for row in overhead_rows(given):
+            show(row)
+            rows |= row
     if given.json:
-        name = torch.cuda.get_device_name() if on_gpu else "cpu"
+        name = torch.cuda.get_device_name() if given.device == "cuda" else "cpu"
         given.json.write_text(json.dumps({"device": name, "rows": rows}, indent=1))
 
 

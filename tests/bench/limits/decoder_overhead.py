@@ -1,0 +1,131 @@
+"""A decoder's own Python: time in `launch` and `collect` outside of forwards, sampling and waiting for the device.
+
+Forwards are those of the target, of a draft model, of draft heads and of a draft layer; what chooses among their
+outputs (trees, masks, acceptance) is the decoder's own, and so is what it launches on the device for that.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+#: Skips all layers of SmolLM2-135M but four.
+_SKIPPED = tuple(range(2, 28))
+#: Row -> decoder and its options. The heads of `write_random_heads` accept next to nothing, and so does `lookahead`
+#: on random weights, but trees are as large as ever.
+DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "autoregressive": ("autoregressive", {}),
+    "prompt_lookup": ("prompt_lookup", {}),
+    "jacobi": ("jacobi", {}),
+    "lookahead": ("lookahead", {}),
+    "synthetic_acceptance": ("synthetic_acceptance", {}),
+    "self_speculative": ("self_speculative", {"skip_layers": _SKIPPED}),
+    "speculative": ("speculative", {"draft": "target"}),
+    "medusa": ("medusa", {"heads": "medusa"}),
+    "eagle": ("eagle", {"heads": "eagle"}),
+    "constrained": ("autoregressive", {}),
+    "beam": ("beam", {"num_beams": 4}),
+}
+
+
+class OwnTime:
+    """Seconds of an engine's decoder outside of what it waits for; a clock that stands still otherwise."""
+
+    def __init__(self, engine: Any) -> None:
+        self.seconds = self._foreign = 0.0
+        self._wait = torch.cuda.synchronize if engine._runner._next_ids.is_cuda else _nothing
+        self._undo: list[tuple[Any, str, Any]] = []
+        for owner, name in foreign_calls(engine):
+            self._replace(owner, name, self._not_counted)
+        for name in ("launch", "collect"):
+            self._replace(engine._decoder, name, self._counted)
+
+    def __call__(self) -> float:
+        return self.seconds
+
+    def detach(self) -> None:
+        for owner, name, own in reversed(self._undo):
+            if own is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, own)
+
+    def _replace(self, owner: Any, name: str, wrapped: Callable[..., Any]) -> None:
+        self._undo.append((owner, name, owner.__dict__.get(name)))
+        setattr(owner, name, wrapped(getattr(owner, name)))
+
+    def _not_counted(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """The wait for what a forward launched belongs to the forward, not to whoever reads its result."""
+
+        def timed(*given: Any, **named: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return call(*given, **named)
+            finally:
+                self._wait()
+                self._foreign += time.perf_counter() - start
+
+        return timed
+
+    def _counted(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*given: Any) -> Any:
+            self._wait()
+            start, before = time.perf_counter(), self._foreign
+            found = call(*given)
+            self.seconds += time.perf_counter() - start - (self._foreign - before)
+            return found
+
+        return timed
+
+
+def foreign_calls(engine: Any) -> list[tuple[Any, str]]:
+    """Methods that are forwards or sampling: of the target, a draft model, draft heads, a draft layer."""
+    decoder = engine._decoder
+    second = getattr(getattr(decoder, "_draft", None), "_second", None)
+    runners = [engine._runner, *([second.runner] if second else [])]
+    samplers = [engine._sampler, *([second.sampler] if second else [])]
+    found: list[tuple[Any, str]] = [(runner, "forward") for runner in runners]
+    found += [(each, name) for each in samplers for name in ("sample", "sample_rows", "probabilities")]
+    drafter = getattr(decoder, "_drafter", None)
+    if hasattr(drafter, "_heads"):
+        found.append((drafter._heads, "best"))
+    if hasattr(drafter, "_embed"):
+        found += [(drafter, name) for name in ("_embed", "_draft", "_head")]
+    return found
+
+
+def write_random_heads(folder: Path, width: int, vocab_size: int) -> None:
+    """Heads of a model of that size in `folder`/medusa and `folder`/eagle."""
+    from infermix_decoders.eagle_layer import EagleDraft, EagleShape
+    from infermix_decoders.head_files import EAGLE_FILES, MEDUSA_FILES, write_heads
+    from infermix_decoders.medusa_heads import MedusaHeads
+    from infermix_decoders.train_eagle import config_of
+
+    heads = MedusaHeads(4, 1, width, vocab_size).bfloat16()
+    write_heads(
+        folder / "medusa", MEDUSA_FILES[0], heads.state_dict(), {"medusa_num_heads": 4, "medusa_num_layers": 1}
+    )
+    shape = EagleShape(width, 2 * width, 4, 2, width // 4, rope_theta=10000.0, eps=1e-6, bias=True)
+    write_heads(folder / "eagle", EAGLE_FILES[0], EagleDraft(shape).bfloat16().state_dict(), config_of(shape))
+
+
+def constrain(engine: Any) -> None:
+    """Put JSON masks over its decoder, with a made-up vocabulary: shapes have no tokenizer."""
+    import xgrammar
+    from infermix.toolkit.masking import MaskedDecoder
+    from infermix_xgrammar.constrained import GrammarMasks
+
+    size = engine._context.facts.vocab_size
+    letters = [chr(code) for code in range(32, 127)]
+    pieces = ["</s>", *(letters[index % 95] + letters[index // 95 % 95] * (index >= 95) for index in range(size - 1))]
+    info = xgrammar.TokenizerInfo(pieces, xgrammar.VocabType.RAW, vocab_size=size, stop_token_ids=[0])
+    masks = GrammarMasks(xgrammar.GrammarCompiler(info).compile_builtin_json_grammar(), size)
+    engine._decoder, engine._lag = MaskedDecoder(engine._decoder, masks), 0
+
+
+def _nothing() -> None:
+    """A CPU has done what it was asked to do."""
