@@ -78,8 +78,8 @@ class DraftModel:
                 shadow.num_computed = len(shadow.tokens) + step
                 shadow.num_inflight = step + 1
         tokens = torch.stack(columns, dim=1).tolist()
-        ids = (shadow.seq_id for shadow in forward.sequences)
-        return Proposal(dict(zip(ids, tokens, strict=True)), None if greedy else torch.cat(distributions))
+        owners = (shadow.seq_id for shadow in forward.sequences)
+        return Proposal(dict(zip(owners, tokens, strict=True)), None if greedy else torch.cat(distributions))
 
     def keep(self, sequence: Sequence, num_tokens: int) -> None:
         """Of what was drafted only the first `num_tokens` tokens of the text hold."""

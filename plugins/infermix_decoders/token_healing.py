@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from infermix.errors import Unsupported
 from infermix.roles.request import Request, Sequence
-from infermix.toolkit.masking import MaskedDecoder
+from infermix.toolkit.masking import MaskedDecoder, pack_bits
 from torch import Tensor
 
 from infermix_decoders.token_bytes import bytes_of_tokens
@@ -75,16 +75,17 @@ class HealingMasks:
     def __init__(self, pieces: Pieces) -> None:
         self._pieces = pieces
 
-    def allowed(self, sequence: Sequence, drafts: tuple[int, ...]) -> Tensor | None:
+    def fill(self, sequence: Sequence, drafts: tuple[int, ...], bits: Tensor, row: int) -> bool:
         rest = getattr(sequence.request, "healed", b"")
         if not rest or len(sequence.tokens) - sequence.num_prompt_tokens > len(rest):
-            return None
+            return False
         for token in (*sequence.tokens[sequence.num_prompt_tokens :], *drafts):
             piece = self._pieces.pieces[token]
             if not piece or len(piece) >= len(rest) or not rest.startswith(piece):
-                return None  # healed, or behind a draft that is forbidden
+                return False  # healed, or behind a draft that is forbidden
             rest = rest[len(piece) :]
-        return self._pieces.allowed(rest)
+        bits[row] = pack_bits(self._pieces.allowed(rest))
+        return True
 
     def forget(self, sequence: Sequence) -> None:
         """Nothing is kept."""

@@ -6,21 +6,18 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
 import xgrammar
 from infermix.errors import InfermixError, Unsupported, UserError
 from infermix.roles.request import Sequence
 from infermix.toolkit.masking import MaskedDecoder
-from torch import Tensor
 
 from infermix_xgrammar.plugin import JsonConstraint
 
 if TYPE_CHECKING:
     from infermix.roles.decoder import DecoderContext
+    from torch import Tensor
 
     from infermix_xgrammar.plugin import ConstrainedOptions
-
-_BITS = torch.arange(32, dtype=torch.int32)
 
 
 def build_constrained(options: ConstrainedOptions, context: DecoderContext) -> MaskedDecoder:
@@ -33,7 +30,7 @@ def build_constrained(options: ConstrainedOptions, context: DecoderContext) -> M
     info = xgrammar.TokenizerInfo.from_huggingface(
         tokenizer, vocab_size=context.facts.vocab_size, stop_token_ids=list(context.eos_token_ids)
     )
-    masks = GrammarMasks(_compiled(options, info), context.facts.vocab_size)
+    masks = GrammarMasks(_compiled(options, info))
     return MaskedDecoder(context.inner(options.decoder, options.decoder_options), masks)
 
 
@@ -58,21 +55,21 @@ class _State:
 class GrammarMasks:
     """One matcher per sequence over its output; behind the end of a sequence anything may follow."""
 
-    def __init__(self, compiled: Any, vocab_size: int) -> None:
-        self._compiled, self._vocab_size = compiled, vocab_size
+    def __init__(self, compiled: Any) -> None:
+        self._compiled = compiled
         self._states: dict[int, _State] = {}
 
-    def allowed(self, sequence: Sequence, drafts: tuple[int, ...]) -> Tensor | None:
+    def fill(self, sequence: Sequence, drafts: tuple[int, ...], bits: Tensor, row: int) -> bool:
         matcher = self._follow(sequence)
         accepted = 0
         while accepted < len(drafts) and not matcher.is_terminated() and matcher.accept_token(drafts[accepted]):
             accepted += 1
-        mask = None
+        limited = False
         if accepted == len(drafts) and not matcher.is_terminated():
-            mask = self._mask(matcher)
+            limited = matcher.fill_next_token_bitmask(bits, row)
         if accepted:
             matcher.rollback(accepted)
-        return mask
+        return bool(limited)
 
     def forget(self, sequence: Sequence) -> None:
         self._states.pop(sequence.seq_id, None)
@@ -81,18 +78,11 @@ class GrammarMasks:
         state = self._states.get(sequence.seq_id)
         if state is None:
             state = self._states[sequence.seq_id] = _State(xgrammar.GrammarMatcher(self._compiled))
-        output = sequence.tokens[sequence.num_prompt_tokens :]
-        for token in output[state.num_seen :]:
+        for token in sequence.tokens[sequence.num_prompt_tokens + state.num_seen :]:
             if not state.matcher.is_terminated() and not state.matcher.accept_token(token):
                 raise _broken(sequence, token)
-        state.num_seen = len(output)
+        state.num_seen = len(sequence.tokens) - sequence.num_prompt_tokens
         return state.matcher
-
-    def _mask(self, matcher: Any) -> Tensor:
-        bits = xgrammar.allocate_token_bitmask(1, self._vocab_size)
-        if not matcher.fill_next_token_bitmask(bits):
-            return torch.ones(self._vocab_size, dtype=torch.bool)
-        return ((bits[0][:, None] >> _BITS) & 1).bool().flatten()[: self._vocab_size]
 
 
 def _broken(sequence: Sequence, token: int) -> InfermixError:

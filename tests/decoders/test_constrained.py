@@ -31,7 +31,7 @@ def masks(kind: str) -> Any:
 
     info = xgrammar.TokenizerInfo(VOCABULARY, xgrammar.VocabType.RAW, vocab_size=96, stop_token_ids=[STOP])
     constraint = RegexConstraint(pattern=PATTERN) if kind == "regex" else JsonConstraint(schema=SCHEMA)
-    return GrammarMasks(_compiled(ConstrainedOptions(constraint=constraint), info), 96)
+    return GrammarMasks(_compiled(ConstrainedOptions(constraint=constraint), info))
 
 
 def texts(engine: Any, kind: str, **sampling: Any) -> list[str]:

@@ -11,7 +11,7 @@ import torch
 from decoding import DRAFTING, generate, requests
 from infermix.errors import UserError
 from infermix.roles.request import Sequence
-from infermix.toolkit.masking import MaskedDecoder
+from infermix.toolkit.masking import MaskedDecoder, forbidden, pack_bits
 
 Build = Callable[..., Any]
 
@@ -22,11 +22,11 @@ class OddThenEven:
     def __init__(self) -> None:
         self.forgotten = 0
 
-    def allowed(self, sequence: Sequence, drafts: tuple[int, ...]) -> torch.Tensor | None:
+    def fill(self, sequence: Sequence, drafts: tuple[int, ...], bits: torch.Tensor, row: int) -> bool:
         position = len(sequence.tokens) + len(drafts) - sequence.num_prompt_tokens
-        if position == 8:
-            return torch.arange(96) == 5
-        return (torch.arange(96) % 2 == position % 2) & (torch.arange(96) != 5)
+        even = (torch.arange(96) % 2 == position % 2) & (torch.arange(96) != 5)
+        bits[row] = pack_bits(torch.arange(96) == 5 if position == 8 else even)
+        return True
 
     def forget(self, sequence: Sequence) -> None:
         self.forgotten += 1
@@ -76,3 +76,14 @@ def test_an_end_that_comes_too_early_is_refused(build_engine: Build) -> None:
         sampling = replace(request.sampling, max_new_tokens=20)
         with pytest.raises(UserError, match="at least, but what constrains it ends behind 8"):
             generate(engine, [replace(request, sampling=sampling)])
+
+
+@pytest.mark.parametrize("size", [1, 31, 32, 33, 96, 1000])
+def test_bits_of_a_mask(size: int) -> None:
+    """They come back, and follow the layout that grammar libraries write: token 32 j + i is bit i of word j."""
+    mask = torch.rand(3, size, generator=torch.Generator().manual_seed(size)) < 0.5
+    bits = torch.stack([pack_bits(row) for row in mask])
+    assert bits.dtype == torch.int32
+    assert torch.equal(forbidden(bits, size), ~mask)
+    for token in range(size):
+        assert bool(int(bits[0, token // 32]) >> (token % 32) & 1) == bool(mask[0, token])

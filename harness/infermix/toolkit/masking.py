@@ -12,6 +12,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,8 +26,12 @@ from infermix.toolkit.sampling import stop_tokens
 class TokenMasks(Protocol):
     """Which tokens may come next."""
 
-    def allowed(self, sequence: Sequence, drafts: tuple[int, ...]) -> Tensor | None:
-        """Bool `[V]` on the CPU behind `sequence.tokens` and `drafts`; `None`: any, also behind a forbidden draft."""
+    def fill(self, sequence: Sequence, drafts: tuple[int, ...], bits: Tensor, row: int) -> bool:
+        """Write into `bits[row]` what may come behind `sequence.tokens` and `drafts`.
+
+        `bits [R, ceil(V / 32)]` int32 on the CPU; bit i of word j stands for token 32 j + i (`pack_bits`). `False`:
+        any may, also behind a forbidden draft, and the row's bits stay set.
+        """
         ...
 
     def forget(self, sequence: Sequence) -> None:
@@ -53,16 +58,19 @@ class MaskingSampler:
         self._sampler.accept(sequence, token_ids)
 
     def _masked(self, forward: Forward, drafts: Seq[tuple[int, ...]]) -> Forward:
-        found = [self._masks.allowed(seq, own) for seq, own in zip(forward.sequences, drafts, strict=True)]
-        for seq, own, mask in zip(forward.sequences, drafts, found, strict=True):
-            if mask is not None and not own and seq.request.sampling.min_new_tokens:
-                self._refuse_dead_end(seq, mask)
-        if all(mask is None for mask in found):
+        logits, size = forward.logits, forward.logits.shape[-1]
+        shape = (len(forward.sequences), -(-size // 32))
+        bits = torch.full(shape, -1, dtype=torch.int32, pin_memory=logits.is_cuda)
+        limited = False
+        for row, (seq, own) in enumerate(zip(forward.sequences, drafts, strict=True)):
+            if self._masks.fill(seq, own, bits, row):
+                limited = True
+                if not own and seq.request.sampling.min_new_tokens:
+                    self._refuse_dead_end(seq, ~forbidden(bits[row : row + 1], size)[0])
+        if not limited:
             return forward
-        size = forward.logits.shape[-1]
-        rows = [torch.ones(size, dtype=torch.bool) if mask is None else mask for mask in found]
-        allowed = torch.stack(rows).to(forward.logits.device, non_blocking=True)
-        return replace(forward, logits=forward.logits.masked_fill(~allowed, float("-inf")), most_likely=None)
+        masked = logits.masked_fill(forbidden(bits.to(logits.device, non_blocking=True), size), float("-inf"))
+        return replace(forward, logits=masked, most_likely=None)
 
     def _refuse_dead_end(self, sequence: Sequence, mask: Tensor) -> None:
         """Raises `UserError` where a mask allows stop tokens alone and it is too early for them."""
@@ -74,6 +82,22 @@ class MaskingSampler:
                 f"what constrains it ends behind {made}",
                 hint="lower min_new_tokens, or allow longer outputs",
             )
+
+
+def pack_bits(mask: Tensor) -> Tensor:
+    """Bool `[V]` on the CPU -> int32 `[ceil(V / 32)]`, a row of `TokenMasks.fill`."""
+    words = np.zeros(-(-mask.numel() // 32) * 32, dtype=bool)
+    words[: mask.numel()] = mask.numpy()
+    return torch.from_numpy(np.packbits(words, bitorder="little").view(np.int32))
+
+
+def forbidden(bits: Tensor, size: int) -> Tensor:
+    """Bool `[R, size]` of `bits [R, ceil(size / 32)]`: the tokens whose bits are not set.
+
+    Byte by byte, since a number of 32 bits per token would take as much memory as the logits.
+    """
+    places = torch.arange(8, dtype=torch.uint8, device=bits.device)
+    return ((bits.view(torch.uint8)[:, :, None] >> places) & 1).eq(0).flatten(1)[:, :size]
 
 
 class MaskedDecoder:

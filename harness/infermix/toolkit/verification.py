@@ -195,7 +195,8 @@ def row_prefixes(rows: Seq[Drafted]) -> RowPrefixes:
 
 def host_ids(ids: Tensor) -> Seq[int]:
     """Sampled ids `[R]`, waited for. Numbers are made of those alone that are looked at; a slice copies nothing."""
-    return memoryview(ids.cpu().numpy())
+    numbers: Any = ids.cpu().numpy()
+    return memoryview(numbers)
 
 
 def accepted(draws: Seq[int], drafts: Seq[int]) -> int:

@@ -123,7 +123,7 @@ def constrain(engine: Any) -> None:
     letters = [chr(code) for code in range(32, 127)]
     pieces = ["</s>", *(letters[index % 95] + letters[index // 95 % 95] * (index >= 95) for index in range(size - 1))]
     info = xgrammar.TokenizerInfo(pieces, xgrammar.VocabType.RAW, vocab_size=size, stop_token_ids=[0])
-    masks = GrammarMasks(xgrammar.GrammarCompiler(info).compile_builtin_json_grammar(), size)
+    masks = GrammarMasks(xgrammar.GrammarCompiler(info).compile_builtin_json_grammar())
     engine._decoder, engine._lag = MaskedDecoder(engine._decoder, masks), 0
 
 
