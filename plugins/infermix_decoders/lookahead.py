@@ -10,27 +10,29 @@ that begin with the last known token. Both are verified as one draft tree, so th
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import chain
+from operator import itemgetter
 
 from infermix.roles.decoder import Forward
 from infermix.roles.request import Sequence
 from infermix.toolkit.tree_verification import DraftTree, Verified, last_child
 
-from infermix_decoders.ngram_pool import NgramPool
+from infermix_decoders.ngram_pool import NgramPool, text_ngrams
 
 
 @dataclass(frozen=True, slots=True)
 class Columns:
     """The window as a tree of a stated depth: its line first, then the rest of one column after the other.
 
-    `places` are where node i's token lies among the levels, one after the other; `behind` are the rows of a forward
-    behind the last nodes of those columns that the depth leaves whole: the first ones.
+    `pick` takes the nodes' tokens out of the levels, which lie one after the other; `behind` are the rows of a
+    forward behind the last nodes of those columns that the depth leaves whole: the first ones.
     """
 
     parents: tuple[int, ...]
-    places: tuple[int, ...]
+    pick: Callable[[Seq[int]], tuple[int, ...]]
     behind: slice
 
     @staticmethod
@@ -45,7 +47,9 @@ class Columns:
                 node = len(places) - 1
         num_whole, step = max(0, min(line, depth - num_levels + 1)), max(1, num_levels - 1)
         first = 1 if num_levels == 1 else line + num_levels - 1  # row i is behind node i - 1
-        return Columns(tuple(parents), tuple(places), slice(first, first + num_whole * step, step))
+        # Of a single place an `itemgetter` makes no tuple; that place is the first.
+        pick = itemgetter(*places) if len(places) > 1 else itemgetter(slice(len(places)))
+        return Columns(tuple(parents), lambda flat: tuple(pick(flat)), slice(first, first + num_whole * step, step))
 
 
 @dataclass(slots=True)
@@ -59,7 +63,6 @@ class Window:
     rng: random.Random
     pool: NgramPool
     columns: Columns
-    num_seen: int = 0
 
 
 def add_branch(tokens: list[int], parents: list[int], branch: tuple[int, ...]) -> None:
@@ -101,15 +104,12 @@ class LookaheadDrafter:
         window = self._windows.get(sequence.seq_id)
         if window is None:
             window = self._windows[sequence.seq_id] = self._begin(sequence)
-        window.pool.add_text(sequence.tokens, window.num_seen)
-        window.num_seen = len(sequence.tokens)
         columns = window.columns = self._columns[min(depth, len(self._columns) - 1)]
         flat = list(chain.from_iterable(window.levels))
-        tokens = [flat[place] for place in columns.places]
         guesses = window.pool.after(sequence.tokens[-1])
         if not guesses:
-            return DraftTree(tuple(tokens), columns.parents)
-        parents = list(columns.parents)
+            return DraftTree(columns.pick(flat), columns.parents)
+        tokens, parents = list(columns.pick(flat)), list(columns.parents)
         for guess in guesses:
             add_branch(tokens, parents, guess[:depth])
         return DraftTree(tuple(tokens), tuple(parents))
@@ -117,8 +117,9 @@ class LookaheadDrafter:
     def _begin(self, sequence: Sequence) -> Window:
         rng = random.Random(sequence.request.sampling.seed)
         levels = [[rng.choice(sequence.tokens) for _ in range(self._width)] for _ in range(self._levels)]
-        seen = 0 if self._from_prompt else sequence.num_prompt_tokens
-        return Window(levels, rng, NgramPool(self._levels, self._guesses), self._columns[0], seen)
+        pool = NgramPool(self._levels, self._guesses)
+        pool.add(text_ngrams(sequence.tokens, 0 if self._from_prompt else sequence.num_prompt_tokens, self._levels))
+        return Window(levels, rng, pool, self._columns[0])
 
     def _move(self, window: Window, verified: Verified) -> None:
         """One iteration on: every level becomes the one below it, the target's tokens the last one.
@@ -126,12 +127,14 @@ class LookaheadDrafter:
         A level then guesses one position less far ahead, which one new token of the text makes good; for each further
         one the window loses its first column and gets a fresh last one.
         """
-        draws, levels = verified.draws, window.levels
+        draws, levels, known = verified.draws, window.levels, verified.entry.sequence.tokens
         newest = list(draws[window.columns.behind])
-        window.pool.add(zip(*levels, newest, strict=False))
+        text = [*known[-self._levels :], *verified.token_ids]
+        found = text_ngrams(text, len(text) - len(verified.token_ids), self._levels)
+        window.pool.add(chain(zip(*levels, newest, strict=False), found))
         if len(newest) < self._width:
             newest += [self._any(window, verified) for _ in range(self._width - len(newest))]
-        window.levels = [*levels[1:], newest]
+        window.levels, window.columns = [*levels[1:], newest], self._columns[0]
         passed = min(len(verified.token_ids) - 1, self._width)
         if passed:
             for level in window.levels:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from itertools import chain
 
@@ -30,17 +30,11 @@ class NgramPool:
         """N-grams of `length` + 1 tokens, the first of which they are found by."""
         size, first, latest, before = self.length + 1, len(self._tokens), self._latest, self._before
         self._tokens += chain.from_iterable(ngrams)
-        for token in self._tokens[first::size]:
-            index = len(before)
+        for index, token in enumerate(self._tokens[first::size], len(before)):
             before.append(latest.get(token, -1))
             latest[token] = index
         if len(before) > self._most_kept:
             self._tidy()
-
-    def add_text(self, tokens: Seq[int], start: int) -> None:
-        """Every n-gram that ends at `start` or behind it."""
-        new = tokens[max(start - self.length, 0) :]
-        self.add(zip(*(new[ahead:] for ahead in range(self.length + 1)), strict=False))
 
     def after(self, token: int) -> Seq[tuple[int, ...]]:
         index, found, kept = self._latest.get(token, -1), dict[tuple[int, ...], None](), -1
@@ -63,3 +57,9 @@ class NgramPool:
         self._most_kept = 2 * sum(map(len, known.values())) + _MOST_UNTIDY
         for token, continuations in known.items():
             self.add((token, *each) for each in reversed(continuations))
+
+
+def text_ngrams(tokens: Seq[int], start: int, length: int) -> Iterator[tuple[int, ...]]:
+    """Every n-gram of `length` + 1 tokens that ends at `start` or behind it."""
+    new = tokens[max(start - length, 0) :]
+    return zip(*(new[ahead:] for ahead in range(length + 1)), strict=False)

@@ -14,7 +14,7 @@ from infermix.roles.request import Request, SamplingParams, Sequence
 from infermix.roles.scheduler import Scheduled
 from infermix.toolkit.tree_verification import DraftTree, Verified, equal_draws
 from infermix_decoders.lookahead import LookaheadDrafter
-from infermix_decoders.ngram_pool import NgramPool
+from infermix_decoders.ngram_pool import NgramPool, text_ngrams
 from infermix_decoders.options import LookaheadOptions
 
 Build = Callable[..., Any]
@@ -108,7 +108,7 @@ def test_the_pool_forgets_the_oldest() -> None:
     assert pool.after(8) == ()
     pool.add([(7, 0, 4)] * 5000)
     assert pool.after(7) == ((0, 4), (0, 3))
-    pool.add_text([4, 5, 6, 8], 3)
+    pool.add(text_ngrams([4, 5, 6, 8], 3, 2))
     assert pool.after(5) == ((6, 8),)
     assert pool.after(4) == ()
 
