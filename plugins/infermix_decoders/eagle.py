@@ -15,7 +15,7 @@ from torch import Tensor
 from infermix_decoders.eagle_cache import EagleCache, causal_places
 from infermix_decoders.eagle_layer import EagleDraft
 from infermix_decoders.eagle_tree import grow_tree
-from infermix_decoders.lane_rows import LaneRows, to_device
+from infermix_decoders.lane_rows import LaneRows, lanes_of, lists_to_device
 
 #: New pairs of a sequence that are computed together with those of others; more are a prompt, computed alone.
 FEW = 16
@@ -34,13 +34,19 @@ class Pairs:
 
 @dataclass(slots=True)
 class _Round:
-    """One round of guessing for B sequences: `past [B]` seen pairs, and what guesses of the depth before see."""
+    """One round of guessing for B sequences, with room for n guesses each behind the C places that any has seen.
+
+    `behind [B, n]` are the places of guesses in a row of the cache and `slots [B, n]` those in all rows, `seen
+    [B, 1, C + n]` tells which places hold what a sequence has seen, `positions [B, depth]` are those of each depth.
+    `features` and `ancestors` are those of the guesses of the depth before.
+    """
 
     lanes: Tensor
-    past: Tensor
+    behind: Tensor
+    slots: Tensor
+    seen: Tensor
     positions: Tensor
     features: Tensor
-    reach: int
     ancestors: Tensor | None = None
 
 
@@ -56,6 +62,9 @@ class EagleDrafter:
         self._draft, self._embed, self._head = draft, embed, head
         self._cache, self._latest = cache, latest
         self._beam, self._depth = beam, depth
+        device = latest.device
+        self._columns, self._depths = torch.arange(beam * depth, device=device), torch.arange(depth, device=device)
+        self._own = torch.eye(beam, dtype=torch.bool, device=device)
         self.num_nodes = num_nodes
 
     def propose(self, sequences: Seq[Sequence], depths: Seq[int]) -> Seq[DraftTree]:
@@ -64,7 +73,7 @@ class EagleDrafter:
             return [DraftTree()] * len(sequences)
         made = dict(zip((sequence.seq_id for sequence in known), self._grow(known), strict=True))
         return [
-            made[sequence.seq_id].within(depth) if sequence.seq_id in made else DraftTree()
+            _within(made.get(sequence.seq_id, DraftTree()), depth, self._depth)
             for sequence, depth in zip(sequences, depths, strict=True)
         ]
 
@@ -83,38 +92,30 @@ class EagleDrafter:
         assert forward.hidden is not None
         device, width = forward.hidden.device, max(len(pairs.rows) for pairs in group)
         padding = [width - len(pairs.rows) for pairs in group]
-        rows = to_device(
-            [row for p, pad in zip(group, padding, strict=True) for row in [*p.rows, *[0] * pad]], device
-        )
-        ids = to_device([t for p, pad in zip(group, padding, strict=True) for t in [*p.tokens, *[0] * pad]], device)
-        lanes = to_device([pairs.sequence.lane for pairs in group], device)
-        past = self._cache.counts([pairs.sequence for pairs in group])
-        starts = to_device([pairs.start for pairs in group], device)
-        reach = max(self._cache.count(pairs.sequence) for pairs in group) + width
-        places, visible = causal_places(past, width, reach)
+        sequences, seen = [pairs.sequence for pairs in group], [self._cache.count(pairs.sequence) for pairs in group]
+        rows, ids, lanes, past, starts, lasts = lists_to_device(
+            device,
+            [row for p, pad in zip(group, padding, strict=True) for row in [*p.rows, *[0] * pad]],
+            [token for p, pad in zip(group, padding, strict=True) for token in [*p.tokens, *[0] * pad]],
+            lanes_of(sequences), seen, [pairs.start for pairs in group],
+            [index * width + len(pairs.rows) - 1 for index, pairs in enumerate(group)],
+        )  # fmt: skip
+        places, visible = causal_places(past, width, max(seen) + width)
         positions = starts[:, None] + torch.arange(width, device=device)
         features = forward.hidden.index_select(0, rows).unflatten(0, (-1, width))
         embedded = self._embed(ids).unflatten(0, (-1, width))
-        guessed = self._draft(features, embedded, positions, self._cache.attention(lanes, places, visible))
+        attention = self._cache.attention(lanes, self._cache.slots(lanes, places), visible)
+        guessed = self._draft(features, embedded, positions, attention)
         for pairs in group:
             self._cache.grow(pairs.sequence, len(pairs.rows))
-        self._keep_last(group, guessed)
-
-    def _keep_last(self, group: list[Pairs], guessed: Tensor) -> None:
-        ended = [(index, pairs) for index, pairs in enumerate(group) if pairs.ended]
-        if ended:
-            places = [index * guessed.shape[1] + len(pairs.rows) - 1 for index, pairs in ended]
-            rows = guessed.flatten(0, 1).index_select(0, to_device(places, guessed.device))
-            self._latest.put([pairs.sequence for _, pairs in ended], rows)
+        # Of one inside a prompt, too: it is overwritten before anybody knows the sequence.
+        self._latest.put(
+            [pairs.sequence for pairs in group if pairs.ended], lanes, guessed.flatten(0, 1).index_select(0, lasts)
+        )
 
     def _grow(self, sequences: list[Sequence]) -> list[DraftTree]:
-        features = self._latest.take(sequences)
-        # The next pair is of the feature that was guessed behind the last token, and of a guess of what follows it.
-        positions = to_device([len(sequence.tokens) - 1 for sequence in sequences], features.device)
-        lanes = to_device([sequence.lane for sequence in sequences], features.device)
-        reach = max(self._cache.count(sequence) for sequence in sequences)
-        going = _Round(lanes, self._cache.counts(sequences), positions, features[:, None], reach)
-        first = self._log_probabilities(features)
+        going = self._begin(sequences)
+        first = self._log_probabilities(going.features[:, 0])
         tokens, parents = grow_tree(
             first, lambda *given: self._expand(going, *given), min(self._beam, first.shape[-1]), self._depth,
             self.num_nodes,
@@ -122,37 +123,53 @@ class EagleDrafter:
         both = torch.stack((tokens, parents)).tolist()
         return [DraftTree(tuple(own), tuple(above)) for own, above in zip(*both, strict=True)]
 
+    def _begin(self, sequences: list[Sequence]) -> _Round:
+        """What all depths have in common is computed once: on a GPU every small operator is a launch."""
+        # The next pair is of the feature that was guessed behind the last token, and of a guess of what follows it.
+        nexts = [len(sequence.tokens) - 1 for sequence in sequences]
+        counts = [self._cache.count(sequence) for sequence in sequences]
+        lanes, past, positions = lists_to_device(self._latest.device, lanes_of(sequences), counts, nexts)
+        behind = past[:, None] + self._columns
+        reach = max(counts) + self._columns.shape[0]
+        return _Round(
+            lanes=lanes,
+            behind=behind,
+            slots=self._cache.slots(lanes, behind),
+            seen=torch.arange(reach, device=past.device) < past[:, None, None],
+            positions=positions[:, None] + self._depths,
+            features=self._latest.take(lanes)[:, None],
+        )
+
     def _expand(self, going: _Round, tokens: Tensor, parents: Tensor, level: int) -> Tensor:
         """Features of a depth's guesses, and log-probabilities behind them; `_Round` then stands for that depth."""
         batch, beam = tokens.shape
-        device = tokens.device
-        index = torch.arange(beam, device=device)
-        own = torch.eye(beam, dtype=torch.bool, device=device).expand(batch, -1, -1)
+        own, above = self._own[:beam, :beam].expand(batch, -1, -1), parents[..., None]
         if going.ancestors is None:
-            features, inherited = going.features.expand(-1, beam, -1), own[:, :, :0]
+            features, going.ancestors = going.features.expand(-1, beam, -1), own
         else:
-            features = going.features.gather(1, parents[..., None].expand(-1, -1, going.features.shape[2]))
-            inherited = going.ancestors.gather(1, parents[..., None].expand(-1, -1, going.ancestors.shape[2]))
-        going.ancestors = torch.cat((inherited, own), dim=2)
-        places = going.past[:, None] + (level - 1) * beam + index
-        visible = _visible(going, beam * level)
-        positions = (going.positions + level - 1)[:, None].expand(-1, beam)
-        attention = self._cache.attention(going.lanes, places, visible)
+            features = going.features.gather(1, above.expand(-1, -1, going.features.shape[2]))
+            inherited = going.ancestors.gather(1, above.expand(-1, -1, going.ancestors.shape[2]))
+            going.ancestors = torch.cat((inherited, own), dim=2)
+        slots = going.slots[:, (level - 1) * beam : level * beam]
+        positions = going.positions[:, level - 1, None].expand(-1, beam)
+        attention = self._cache.attention(going.lanes, slots, _visible(going, beam * level, self._columns.shape[0]))
         going.features = self._draft(features, self._embed(tokens), positions, attention)
         return self._log_probabilities(going.features)
 
     def _log_probabilities(self, features: Tensor) -> Tensor:
-        return torch.log_softmax(self._head(features).float(), dim=-1)
+        return torch.log_softmax(self._head(features), dim=-1, dtype=torch.float32)
 
 
-def _visible(going: _Round, num_guesses: int) -> Tensor:
-    """`[B, k, reach + num_guesses]`: all seen pairs, and of the guesses behind them those of the same branch."""
+def _visible(going: _Round, num_guesses: int, most_guesses: int) -> Tensor:
+    """`[B, k, C + num_guesses]`: all seen pairs, and of the guesses behind them those of the same branch."""
     assert going.ancestors is not None
-    columns = torch.arange(going.reach + num_guesses, device=going.past.device)
-    place = columns - going.past[:, None]
-    inside = place.clamp(0, num_guesses - 1)[:, None].expand(-1, going.ancestors.shape[1], -1)
-    mine = going.ancestors.gather(2, inside) & ((place >= 0) & (place < num_guesses))[:, None]
-    return mine | (place < 0)[:, None]
+    num_columns = going.seen.shape[2] - most_guesses + num_guesses
+    visible = going.seen[:, :, :num_columns].repeat(1, going.ancestors.shape[1], 1)
+    return visible.scatter_(2, going.behind[:, None, :num_guesses].expand_as(going.ancestors), going.ancestors)
+
+
+def _within(tree: DraftTree, depth: int, grown: int) -> DraftTree:
+    return tree if depth >= grown else tree.within(depth)
 
 
 def _pairs(each: Verified, forward: Forward) -> Pairs:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
-
 import torch
 import torch.nn.functional as F
 from infermix.roles.request import Sequence
 from torch import Tensor
-
-from infermix_decoders.lane_rows import to_device
 
 
 class EagleCache:
@@ -37,22 +33,22 @@ class EagleCache:
     def forget(self, sequence: Sequence) -> None:
         self._counts.pop(sequence.seq_id, None)
 
-    def counts(self, sequences: Seq[Sequence]) -> Tensor:
-        return to_device([self.count(each) for each in sequences], self.keys.device)
+    def slots(self, lanes: Tensor, places: Tensor) -> Tensor:
+        """`[B, n]`: where `places [B, n]` of rows `lanes [B]` lie when all rows are one."""
+        return lanes[:, None] * self.keys.shape[1] + places
 
-    def attention(self, lanes: Tensor, places: Tensor, visible: Tensor) -> Attention:
-        return Attention(self, lanes, places, visible)
+    def attention(self, lanes: Tensor, slots: Tensor, visible: Tensor) -> Attention:
+        return Attention(self, lanes, slots, visible)
 
 
 class Attention:
-    """One call of the layer: new keys go to `places [B, n]` of rows `lanes [B]`, queries see `visible [B, n, C]`.
+    """One call of the layer: new keys go to `slots [B, n]` of rows `lanes [B]`, queries see `visible [B, n, C]`.
 
     Columns of `visible` are the first C places of a row.
     """
 
-    def __init__(self, cache: EagleCache, lanes: Tensor, places: Tensor, visible: Tensor) -> None:
-        self._cache, self._lanes, self._visible = cache, lanes, visible
-        self._slots = (lanes[:, None] * cache.keys.shape[1] + places).flatten()
+    def __init__(self, cache: EagleCache, lanes: Tensor, slots: Tensor, visible: Tensor) -> None:
+        self._cache, self._lanes, self._slots, self._visible = cache, lanes, slots.flatten(), visible
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """`q [B, n, H, D]`, `k`, `v [B, n, Hkv, D]` -> `[B, n, H, D]`."""

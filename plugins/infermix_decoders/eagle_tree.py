@@ -30,7 +30,7 @@ def grow_tree(first: Tensor, expand: Expand, beam: int, depth: int, num_nodes: i
         children = (scores[:, :, None] + follow).flatten(1)
         pool_scores.append(children)
         pool_tokens.append(guesses.flatten(1))
-        pool_parents.append(places.repeat_interleave(beam, dim=1))
+        pool_parents.append(places[:, :, None].expand(-1, -1, beam).flatten(1))
         scores, best = children.topk(beam, dim=-1)
         tokens, parents, places = pool_tokens[-1].gather(1, best), best // beam, start + best
     return _likeliest(torch.cat(pool_scores, 1), torch.cat(pool_tokens, 1), torch.cat(pool_parents, 1), num_nodes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from itertools import chain
 
 import torch
 from infermix.roles.request import Sequence
@@ -23,23 +24,29 @@ class LaneRows:
     def knows(self, sequence: Sequence) -> bool:
         return sequence.seq_id in self._known
 
-    def put(self, sequences: Seq[Sequence], rows: Tensor) -> None:
-        """`rows [n, width]`."""
+    def put(self, sequences: Seq[Sequence], lanes: Tensor, rows: Tensor) -> None:
+        """`rows [n, width]` of `sequences`, whose lanes `[n]` are on the device already."""
         self._known.update(sequence.seq_id for sequence in sequences)
-        self._rows.index_copy_(0, self._lanes(sequences), rows.to(self._rows.dtype))
+        self._rows.index_copy_(0, lanes, rows.to(self._rows.dtype))
 
-    def take(self, sequences: Seq[Sequence]) -> Tensor:
+    def take(self, lanes: Tensor) -> Tensor:
         """`[n, width]` of sequences that are known."""
-        return self._rows.index_select(0, self._lanes(sequences))
+        return self._rows.index_select(0, lanes)
 
     def forget(self, sequence: Sequence) -> None:
         self._known.discard(sequence.seq_id)
-
-    def _lanes(self, sequences: Seq[Sequence]) -> Tensor:
-        return to_device([sequence.lane for sequence in sequences], self._rows.device)
 
 
 def to_device(values: Seq[int], device: torch.device) -> Tensor:
     """int64, without waiting for the device."""
     host = torch.tensor(values, dtype=torch.int64, pin_memory=device.type == "cuda")
     return host.to(device, non_blocking=True)
+
+
+def lanes_of(sequences: Seq[Sequence]) -> list[int]:
+    return [sequence.lane for sequence in sequences]
+
+
+def lists_to_device(device: torch.device, *lists: Seq[int]) -> Seq[Tensor]:
+    """Each of the lists as int64 on the device, in one copy."""
+    return to_device(list(chain.from_iterable(lists)), device).split([len(each) for each in lists])

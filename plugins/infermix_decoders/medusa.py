@@ -8,7 +8,7 @@ from infermix.roles.decoder import Forward
 from infermix.roles.request import Sequence
 from infermix.toolkit.tree_verification import DraftTree, Verified
 
-from infermix_decoders.lane_rows import LaneRows, to_device
+from infermix_decoders.lane_rows import LaneRows, lanes_of, lists_to_device, to_device
 from infermix_decoders.medusa_heads import MedusaHeads
 from infermix_decoders.medusa_tree import TreeShape
 
@@ -31,7 +31,8 @@ class MedusaDrafter:
         known = [sequence for sequence in sequences if self._latest.knows(sequence)]
         if not known:
             return [DraftTree()] * len(sequences)
-        best = self._heads.best(self._latest.take(known), self._num_ranks)
+        lanes = to_device(lanes_of(known), self._latest.device)
+        best = self._heads.best(self._latest.take(lanes), self._num_ranks)
         guesses = best.flatten(1).index_select(1, self._places).tolist()
         if len(known) < len(sequences):
             made = {sequence.seq_id: tokens for sequence, tokens in zip(known, guesses, strict=True)}
@@ -44,8 +45,10 @@ class MedusaDrafter:
         if not ended:
             return
         assert forward.hidden is not None
-        rows = to_device([each.last_row(forward) for each in ended], forward.hidden.device)
-        self._latest.put([each.entry.sequence for each in ended], forward.hidden.index_select(0, rows))
+        sequences = [each.entry.sequence for each in ended]
+        places = [each.last_row(forward) for each in ended]
+        lanes, rows = lists_to_device(forward.hidden.device, lanes_of(sequences), places)
+        self._latest.put(sequences, lanes, forward.hidden.index_select(0, rows))
 
     def forget(self, sequence: Sequence) -> None:
         self._latest.forget(sequence)
