@@ -17,6 +17,7 @@ from torch import Tensor
 
 from infermix_decoders.beam_search import BeamSearch, Candidate
 from infermix_decoders.beam_space import BeamSpace, Fork
+from infermix_decoders.lane_rows import to_device
 
 if TYPE_CHECKING:
     from infermix.roles.kv_space import KVShape, KVSpace
@@ -35,12 +36,17 @@ class Group:
 
 
 @dataclass(slots=True)
-class Ticket:
-    """Groups of a step with their best continuations: scores and flat places `[beams * V]`, as tensors."""
+class Best:
+    """The best continuations of groups that are alike: `scores` and flat `places` in `beams * V`, both `[G, k]`."""
 
     groups: list[Group]
-    scores: list[Tensor]
-    places: list[Tensor]
+    scores: Tensor
+    places: Tensor
+
+
+@dataclass(slots=True)
+class Ticket:
+    found: list[Best]
     vocab_size: int
 
 
@@ -76,11 +82,13 @@ class BeamDecoder:
 
     def collect(self, ticket: Ticket) -> list[Emission]:
         emissions = []
-        for group, scores, places in zip(ticket.groups, ticket.scores, ticket.places, strict=True):
-            found = zip(scores.tolist(), places.tolist(), strict=True)
-            self._advance(group, [Candidate(score, *divmod(place, ticket.vocab_size)) for score, place in found])
-            if group.search.done:
-                emissions.append(_emission(group))
+        for best in ticket.found:
+            rows = zip(best.groups, best.scores.tolist(), best.places.tolist(), strict=True)
+            for group, scores, places in rows:
+                found = zip(scores, places, strict=True)
+                self._advance(group, [Candidate(score, *divmod(place, ticket.vocab_size)) for score, place in found])
+                if group.search.done:
+                    emissions.append(_emission(group))
         return emissions
 
     def reset(self) -> None:
@@ -112,23 +120,33 @@ class BeamDecoder:
         return [Scheduled(row, 1) for row in group.rows]
 
     def _candidates(self, groups: list[Group], forward: Forward) -> Ticket:
+        """Groups with as many rows that want as many continuations are looked at together: few launches a step."""
         place = {seq.seq_id: row for row, seq in enumerate(forward.sequences)}
-        vocab_size = forward.logits.shape[-1]
-        found: list[tuple[Tensor, Tensor]] = []
+        alike: dict[tuple[int, int], list[Group]] = {}
         for group in groups:
-            rows = torch.tensor([place[row.seq_id] for row in group.rows], device=forward.logits.device)
-            own = torch.log_softmax(forward.logits.index_select(0, rows).float(), dim=-1)
-            own = self._withhold_stops(own, group)
-            total = own + torch.tensor(group.search.scores, dtype=torch.float32, device=own.device)[:, None]
-            found.append(total.flatten().topk(min(group.search.num_candidates, total.numel())))
-        return Ticket(groups, [each[0] for each in found], [each[1] for each in found], vocab_size)
+            alike.setdefault((len(group.rows), group.search.num_candidates), []).append(group)
+        found = []
+        for (_, count), own in alike.items():
+            rows = [place[row.seq_id] for group in own for row in group.rows]
+            total = self._scores(own, forward.logits, rows).view(len(own), -1)
+            found.append(Best(own, *total.topk(min(count, total.shape[1]), dim=-1)))
+        return Ticket(found, forward.logits.shape[-1])
 
-    def _withhold_stops(self, logprobs: Tensor, group: Group) -> Tensor:
+    def _scores(self, groups: list[Group], logits: Tensor, rows: list[int]) -> Tensor:
+        """`[len(rows), V]`: the scores of all continuations of all beams; `rows` are those of the groups in order."""
+        own = torch.log_softmax(logits.index_select(0, to_device(rows, logits.device)), dim=-1, dtype=torch.float32)
+        beams = [(group, score) for group in groups for score in group.search.scores]
+        withheld = [(row, stop) for row, (group, _) in enumerate(beams) for stop in self._withheld(group)]
+        if withheld:
+            own[tuple(torch.tensor(withheld, device=own.device).T)] = float("-inf")
+        scores = torch.tensor([score for _, score in beams], dtype=torch.float32)
+        return own + scores.to(own.device, non_blocking=True)[:, None]
+
+    def _withheld(self, group: Group) -> frozenset[int]:
+        """Stop tokens that come too early."""
         sampling = group.sequence.request.sampling
-        if group.search.length >= sampling.min_new_tokens:
-            return logprobs
-        logprobs[:, list(stop_tokens(sampling, self._eos_token_ids))] = float("-inf")
-        return logprobs
+        early = group.search.length < sampling.min_new_tokens
+        return stop_tokens(sampling, self._eos_token_ids) if early else frozenset()
 
     def _advance(self, group: Group, candidates: Seq[Candidate]) -> None:
         """The beams of the next step: a row goes on with its first continuation, others fork from it."""
