@@ -64,9 +64,10 @@ def check_quantizer(
     error = ((after - before).norm() / before.norm()).item()
     if component.lossless(options):
         assert error == 0, f"{component.name} says lossless and changes the logits by {error:.3g}"
-    # a path through two decoder layers meets four times as many linears as one through the small model
+    # A path through two decoder layers meets four times as many linears as one through the small model, and methods
+    # that decide one weight after the other vary by 7 % with the rounding of their sums (2 bits, 1 and 2 threads).
     precision = report.precision_bits or report.bits_per_weight
-    allowed = 2.0 ** (1 - precision) * (2 if calibrates else 1) + 2 * torch.finfo(getattr(torch, dtype)).eps
+    allowed = 2.0 ** (1 - precision) * (2.2 if calibrates else 1) + 2 * torch.finfo(getattr(torch, dtype)).eps
     assert error <= allowed, f"{report.bits_per_weight:.2f} bits, yet an error of {error:.3g}"
     return error
 
