@@ -45,7 +45,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(params=MEASURABLE)
+@pytest.fixture(scope="module", params=MEASURABLE)
 def engine(request: pytest.FixtureRequest, model: Path) -> Iterator[Any]:
     built = build(str(model), "cpu", OPTIONS[request.param], 64, 0, "off", model)
     if request.param == "constrained":
@@ -57,6 +57,7 @@ def engine(request: pytest.FixtureRequest, model: Path) -> Iterator[Any]:
 @pytest.fixture(params=[1, 64])
 def clock(request: pytest.FixtureRequest, engine: Any) -> Iterator[OwnTime]:
     """Of the engine with so many sequences running; the benchmark that is set up next goes by it."""
+    engine.reset()
     submit(engine, request.param, 64, 16 * (WARM_STEPS + STEPS))
     for _ in range(WARM_STEPS):
         engine.step()
