@@ -238,6 +238,8 @@ class TreeDecoder:
 
     def _path(self, row: Drafted, draws: Seq[int], span: slice, ticket: TreeTicket) -> tuple[int, ...]:
         """Which guesses stay; `span` are the row's rows among those of the forward."""
+        if draws[0] not in row.entry.draft_ids:
+            return ()  # the usual case, told without a look at the tree
         return equal_draws(tree_of(row).first(row.num_real), draws)
 
     def _verify(self, row: Drafted, draws: Seq[int], span: slice, ticket: TreeTicket) -> Verified:

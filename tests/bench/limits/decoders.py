@@ -221,7 +221,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--only", default="verification,speedup,overhead")
     measurable = [name for name in DECODERS if name != "constrained" or find_spec("xgrammar")]
     parser.add_argument("--decoders", default=",".join(measurable), help="of the overhead rows")
-    parser.add_argument("--steps", type=int, default=48, help="timed for each overhead row")
+    parser.add_argument("--steps", type=int, default=32, help="timed for each overhead row")
     parser.add_argument("--model", default="shape:llama-3-8b")
     parser.add_argument("--small", default="shape:smollm2-135m", help="model of the overhead rows")
     parser.add_argument("--device", default="cuda", help="cpu tries the script on a tiny --model and --small")
