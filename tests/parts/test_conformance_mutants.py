@@ -28,7 +28,7 @@ from infermix_reference.decoder import AutoregressiveDecoder
 from infermix_reference.kv_paged import PagedLayout
 from infermix_reference.quantizer_none import NoQuantizer
 from infermix_reference.scheduler_continuous import ContinuousScheduler
-from msgspec import Meta
+from msgspec import Meta, structs
 
 CATALOGUE = load_catalogue()
 CPU_MACHINE = MachineFacts("cpu", "cpu", 1 << 33, 2)
@@ -213,7 +213,10 @@ class _Showing(DiffusionDecoder):
 
     def collect(self, ticket: Any) -> Any:
         found = super().collect(ticket)
-        return [replace(each, token_ids=(*each.token_ids[:-1], self._mask)[: len(each.token_ids)]) for each in found]
+        return [
+            structs.replace(each, token_ids=(*each.token_ids[:-1], self._mask)[: len(each.token_ids)])
+            for each in found
+        ]
 
 
 @pytest.mark.parametrize(
