@@ -110,6 +110,7 @@ def chi_square(drawn: Tensor, table: Tensor, length: int, temperature: float = 1
     return float(((counts - expected) ** 2 / expected).sum())
 
 
+@torch.inference_mode()
 def check_distribution(component: Component, options: Any = None, *, draws: int = DRAWS) -> None:
     """Chi-square over `draws` sequences. A draft model, where the decoder asks for one, is another random bigram."""
     options = component.options() if options is None else options
