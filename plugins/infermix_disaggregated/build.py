@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import msgspec
 from infermix.engine.assembly import assemble
 from infermix.engine.components import NativeOptions
 from infermix.errors import Unsupported
@@ -15,7 +14,8 @@ from infermix.roles.engine import EngineContext
 from infermix_disaggregated.engine import DisaggregatedEngine
 from infermix_disaggregated.messages import spec_of
 from infermix_disaggregated.prefiller import Prefiller
-from infermix_disaggregated.transfer import check_layout
+from infermix_disaggregated.probe import choose_way
+from infermix_disaggregated.transfer import DEVICE, HOST, check_layout
 
 
 def build_engine(options: Any, context: EngineContext) -> DisaggregatedEngine:
@@ -28,9 +28,10 @@ def build_engine(options: Any, context: EngineContext) -> DisaggregatedEngine:
     prefill = Prefiller(spec_of(first, options))
     try:
         ready = prefill.wait_ready() if on_gpu else None
-        decode: Any = assemble(msgspec.convert(msgspec.to_builtins(options), NativeOptions), shared)
+        decode: Any = assemble(_native(options), shared)
         check_layout(decode.store, decode.shape)
         ready = ready or prefill.wait_ready()
+        on_device, refusal = choose_way(options.handover, prefill, str(decode.model.device))
     except BaseException:
         prefill.close()
         raise
@@ -39,7 +40,13 @@ def build_engine(options: Any, context: EngineContext) -> DisaggregatedEngine:
     report.weight_bytes = (report.weight_bytes or 0) + (ready.weight_bytes or 0)
     report.kv_bytes = (report.kv_bytes or 0) + (ready.kv_bytes or 0)
     layout = context.parts[Role.KV].component.name
-    return DisaggregatedEngine(decode, prefill, report, layout, context.clock_ns)
+    way = {"path": DEVICE if on_device else HOST} | ({} if refusal is None else {"device_refused": refusal})
+    return DisaggregatedEngine(decode, prefill, report, layout, context.clock_ns, way)
+
+
+def _native(options: Any) -> NativeOptions:
+    """Those that are not about two workers."""
+    return NativeOptions(**{name: getattr(options, name) for name in NativeOptions.__struct_fields__})
 
 
 def _refuse(context: EngineContext) -> None:

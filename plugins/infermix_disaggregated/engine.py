@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many
 from typing import Any
 
@@ -14,7 +14,7 @@ from infermix.toolkit.handover import KVParcel
 
 from infermix_disaggregated.messages import Computed
 from infermix_disaggregated.prefiller import Prefiller
-from infermix_disaggregated.transfer import PATH, discard, place, receive
+from infermix_disaggregated.transfer import discard, place, receive
 
 #: How long an idle step waits for the other process.
 _WAIT_S = 0.002
@@ -23,16 +23,17 @@ _WAIT_S = 0.002
 class DisaggregatedEngine:
     """A prompt is computed by the prefill worker; with its first token its KV comes here, and decoding goes on.
 
-    KV that finds no room here waits in host memory. The first token is reported when it arrives. The tokens are those
+    KV that finds no room here waits where it lies. The first token is reported when it arrives. The tokens are those
     of one engine: draws depend on seed and position alone.
     """
 
     def __init__(
-        self, decode: Any, prefill: Prefiller, report: EngineReport, layout: str, clock_ns: Callable[[], int]
-    ) -> None:
+        self, decode: Any, prefill: Prefiller, report: EngineReport, layout: str, clock_ns: Callable[[], int],
+        way: Mapping[str, Any],
+    ) -> None:  # fmt: skip
         self.tokenizer = decode.tokenizer
         self._decode, self._prefill, self._report, self._layout = decode, prefill, report, layout
-        self._clock_ns = clock_ns
+        self._clock_ns, self._way = clock_ns, way
         self._asked: dict[str, Request] = {}
         self._arrived: deque[Computed] = deque()
         #: That of the first one that arrived, once it was taken out of shared memory.
@@ -66,9 +67,9 @@ class DisaggregatedEngine:
 
     def _first(self, reply: Computed) -> TokenEvent:
         reason = FinishReason.STOP if reply.stopped else None
-        if not reply.stopped and not reply.block:
+        if not reply.stopped and reply.parcel is None:
             reason = FinishReason.LENGTH
-        if reply.block:
+        if reply.parcel is not None:
             self._arrived.append(reply)
         else:
             del self._asked[reply.request_id]
@@ -79,7 +80,8 @@ class DisaggregatedEngine:
         while self._arrived:
             reply, request = self._arrived[0], self._asked[self._arrived[0].request_id]
             begin = self._clock_ns()
-            parcel = self._parcel = self._parcel or receive(reply.block, reply.size)
+            assert reply.parcel is not None
+            parcel = self._parcel = self._parcel or receive(reply.parcel)
             if not self._decode.adopt(request, (reply.token,), self._place):
                 self._counters["handover_waits"] += 1
                 return
@@ -102,13 +104,13 @@ class DisaggregatedEngine:
 
     def report(self) -> EngineReport:
         self._report.counters = {**self._decode.report().counters, **self._counters}
-        self._report.executed["engine"]["handover"] = {"path": PATH, "workers": 2}
+        self._report.executed["engine"]["handover"] = {**self._way, "workers": 2}
         return self._report
 
     def reset(self) -> None:
         self._prefill.drop()
         for reply in list(self._arrived)[self._parcel is not None :]:
-            discard(reply.block)
+            discard(reply)
         self._parcel = None
         self._arrived.clear()
         self._asked.clear()

@@ -1,4 +1,4 @@
-"""What the two workers say to each other: JSON, one message a line; KV lies in shared memory beside it."""
+"""What the two workers say to each other: JSON, one message a line; KV lies in memory that both see."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from infermix.roles.component import Choice, Role
 from infermix.roles.engine import EngineContext
 from infermix.roles.facts import ResolvedSource
 from infermix.roles.request import Request
+
+from infermix_disaggregated.device_memory import DeviceBlock
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -45,7 +47,17 @@ class Drop(msgspec.Struct, tag="drop"):
     """Forget everything; answered by `Dropped`, after which nothing older comes."""
 
 
-Command = Spec | Prompt | Drop
+class Probe(msgspec.Struct, tag="probe"):
+    """Put a known pattern on the device; answered by `Probed`."""
+
+
+class Way(msgspec.Struct, tag="way"):
+    """How KV is handed over from now on; through the host until this is said."""
+
+    on_device: bool
+
+
+Command = Spec | Prompt | Drop | Probe | Way
 
 
 class Ready(msgspec.Struct, tag="ready"):
@@ -54,15 +66,30 @@ class Ready(msgspec.Struct, tag="ready"):
     kv_bytes: int | None
 
 
+class Parcel(msgspec.Struct, frozen=True, kw_only=True):
+    """KV in the shared memory `block` of `size` bytes, or on a `device`, with a `ParcelHeader` in JSON."""
+
+    block: str = ""
+    size: int = 0
+    device: DeviceBlock | None = None
+    header: bytes = b""
+
+
 class Computed(msgspec.Struct, tag="computed", kw_only=True):
-    """A prompt's first token; its KV are `size` bytes in the shared memory `block` (none where it ended with it)."""
+    """A prompt's first token, and its KV (none where it ended with it)."""
 
     request_id: str
     token: int
     stopped: bool
-    block: str = ""
-    size: int = 0
+    parcel: Parcel | None = None
     export_s: float = 0.0
+
+
+class Probed(msgspec.Struct, tag="probed"):
+    """The pattern, or why there is none."""
+
+    block: DeviceBlock | None = None
+    reason: str = ""
 
 
 class Dropped(msgspec.Struct, tag="dropped"):
@@ -73,7 +100,7 @@ class Failed(msgspec.Struct, tag="failed"):
     reason: str
 
 
-Reply = Ready | Computed | Dropped | Failed
+Reply = Ready | Computed | Dropped | Probed | Failed
 
 
 def spec_of(context: EngineContext, options: Any) -> Spec:

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from infermix.engine.components import NativeOptions
 from infermix.hookspecs import hookimpl
 from infermix.roles.component import PART_ROLES, Component, Role
+from msgspec import Meta
 
 
 class DisaggregatedOptions(NativeOptions, frozen=True):
-    """Those of the native engine, for both workers."""
+    """Those of the native engine, for both workers, and how KV gets from one to the other."""
+
+    handover: Annotated[
+        Literal["auto", "host", "device"],
+        Meta(
+            description="host: through shared host memory; device: KV stays on the GPU, whose memory both open (CUDA "
+            "IPC), or the cell is refused; auto: device where a pattern comes through, else host, with the reason"
+        ),
+    ] = "auto"
 
     def __post_init__(self) -> None:
         if self.replicas > 1:
@@ -31,7 +40,7 @@ def infermix_engine() -> list[Component]:
         Component(
             name="disaggregated",
             role=Role.ENGINE,
-            summary="prompts in one process, outputs in another (native engines), KV handed over through host memory",
+            summary="prompts in one process, outputs in another (native engines), KV handed over between them",
             build=_build,
             options=DisaggregatedOptions,
             needs=lambda options, model, machine: frozenset({"kv:swap"}),

@@ -13,7 +13,20 @@ import msgspec
 from infermix.errors import InfermixError, Unsupported
 from infermix.roles.request import Request
 
-from infermix_disaggregated.messages import Command, Computed, Drop, Dropped, Failed, Prompt, Ready, Reply, Spec
+from infermix_disaggregated.messages import (
+    Command,
+    Computed,
+    Drop,
+    Dropped,
+    Failed,
+    Probe,
+    Probed,
+    Prompt,
+    Ready,
+    Reply,
+    Spec,
+    Way,
+)
 from infermix_disaggregated.transfer import discard
 
 
@@ -57,9 +70,21 @@ class Prefiller:
         while not isinstance(reply := self._next(None), Dropped):
             if isinstance(reply, Failed):
                 raise InfermixError(f"the prefill worker failed: {reply.reason}")
-            if isinstance(reply, Computed) and reply.block:
-                discard(reply.block)
+            if isinstance(reply, Computed):
+                discard(reply)
         return reply.counters
+
+    def probe(self) -> Probed:
+        """Before the first prompt."""
+        self._tell(Probe())
+        reply = self._next(None)
+        if isinstance(reply, Failed):
+            raise InfermixError(f"the prefill worker failed: {reply.reason}")
+        assert isinstance(reply, Probed)
+        return reply
+
+    def hand_over(self, *, on_device: bool) -> None:
+        self._tell(Way(on_device))
 
     def close(self) -> None:
         assert self._process.stdin is not None

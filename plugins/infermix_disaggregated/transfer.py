@@ -1,4 +1,5 @@
-"""KV between two processes: through shared host memory, pinned on the sending side when it comes from a GPU."""
+"""KV between two processes: through shared host memory (pinned on the sending side when it comes from a GPU), or
+left on a GPU that both see."""
 
 from __future__ import annotations
 
@@ -6,14 +7,26 @@ from collections.abc import Sequence
 from multiprocessing.shared_memory import SharedMemory
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+import torch
 from infermix.errors import Unsupported
-from infermix.toolkit.handover import KVParcel, export_parcel, import_parcel
+from infermix.toolkit.handover import (
+    KVParcel,
+    ParcelHeader,
+    export_parcel,
+    gather_parcel,
+    import_parcel,
+    split_parcel,
+)
+
+from infermix_disaggregated.device_memory import opened, share
+from infermix_disaggregated.messages import Computed, Parcel
 
 if TYPE_CHECKING:
     from infermix.roles.kv_space import KVShape, KVSpace
 
-#: How the record names this way.
-PATH = "shared host memory"
+#: How the record names the ways.
+HOST, DEVICE = "shared host memory", "device memory of both (CUDA IPC)"
 
 
 def blocks_of(space: KVSpace, shape: KVShape, seq_id: int) -> list[Sequence[int]]:
@@ -28,32 +41,46 @@ def check_layout(store: Any, shape: KVShape) -> None:
         raise Unsupported("layouts with rings of blocks or recurrent states are not handed over between workers")
 
 
-def send(store: Any, space: KVSpace, shape: KVShape, layout: str, seq_id: int, num_tokens: int) -> SharedMemory:
-    """The KV of a sequence in a new block of shared memory, which the receiver unlinks."""
-    data = export_parcel(store, shape, layout, blocks_of(space, shape, seq_id), num_tokens).to_bytes()
+def send(
+    store: Any, space: KVSpace, shape: KVShape, layout: str, seq_id: int, num_tokens: int, *, on_device: bool
+) -> Parcel:
+    """The KV of a sequence where the receiver finds it, and lets go of it."""
+    blocks = blocks_of(space, shape, seq_id)
+    if on_device:
+        parcel = gather_parcel(store, shape, layout, blocks, num_tokens)
+        flat = torch.cat([rows.flatten() for rows in parcel.payload])
+        return Parcel(device=share(flat), header=msgspec.json.encode(parcel.header))
+    data = export_parcel(store, shape, layout, blocks, num_tokens).to_bytes()
     # Untracked: the receiver unlinks it; a tracker of this process would do so a second time.
     memory = SharedMemory(create=True, size=len(data))
     assert memory.buf is not None
     memory.buf[: len(data)] = data
     _untrack(memory)
     memory.close()
-    return memory
+    return Parcel(block=memory.name, size=memory.size)
 
 
-def receive(name: str, size: int) -> KVParcel:
-    """Take a parcel out of shared memory and give the memory back."""
-    memory = SharedMemory(name=name)
+def receive(sent: Parcel) -> KVParcel:
+    """Take a parcel, and give the memory back: at once on the host, on a device when the parcel is dropped."""
+    if sent.device is not None:
+        return split_parcel(msgspec.json.decode(sent.header, type=ParcelHeader), opened(sent.device))
+    memory = SharedMemory(name=sent.block)
     assert memory.buf is not None
     try:
-        return KVParcel.from_bytes(bytes(memory.buf[:size]))
+        return KVParcel.from_bytes(bytes(memory.buf[: sent.size]))
     finally:
         memory.close()
         memory.unlink()
 
 
-def discard(name: str) -> None:
+def discard(reply: Computed) -> None:
     """Give back what nobody will import."""
-    memory = SharedMemory(name=name)
+    if reply.parcel is None:
+        return
+    if reply.parcel.device is not None:
+        opened(reply.parcel.device)
+        return
+    memory = SharedMemory(name=reply.parcel.block)
     memory.close()
     memory.unlink()
 

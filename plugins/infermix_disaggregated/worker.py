@@ -19,12 +19,15 @@ from infermix_disaggregated.messages import (
     Drop,
     Dropped,
     Failed,
+    Probe,
     Prompt,
     Ready,
     Reply,
     Spec,
+    Way,
     context_of,
 )
+from infermix_disaggregated.probe import probed
 from infermix_disaggregated.transfer import check_layout, send
 
 
@@ -42,6 +45,7 @@ class Worker:
         self._layout = next(part.name for part in spec.parts if part.role == "kv")
         self._sent: dict[str, Computed] = {}
         self._asked: dict[str, Request] = {}
+        self.on_device = False
         check_layout(self.engine.store, self.engine.shape)
         self.engine.before_release = self._export
 
@@ -63,13 +67,13 @@ class Worker:
         if reason is FinishReason.STOP or request.sampling.max_new_tokens == 1:
             return
         begin, engine = now_ns(), self.engine
-        memory = send(
-            engine.store, engine.space, engine.shape, self._layout, sequence.seq_id, sequence.num_prompt_tokens
-        )
-        self._sent[request.request_id] = Computed(
-            request_id=request.request_id, token=-1, stopped=False, block=memory.name, size=memory.size,
-            export_s=(now_ns() - begin) / 1e9,
+        parcel = send(
+            engine.store, engine.space, engine.shape, self._layout, sequence.seq_id, sequence.num_prompt_tokens,
+            on_device=self.on_device,
         )  # fmt: skip
+        self._sent[request.request_id] = Computed(
+            request_id=request.request_id, token=-1, stopped=False, parcel=parcel, export_s=(now_ns() - begin) / 1e9
+        )
 
     def _reply(self, event: TokenEvent) -> Computed:
         del self._asked[event.request_id]
@@ -104,17 +108,27 @@ def serve(source: BinaryIO, sink: BinaryIO) -> None:
                 if isinstance(command, Spec):
                     worker = Worker(command)
                     tell(worker.ready)
-                elif isinstance(command, Drop):
-                    assert worker is not None
-                    tell(worker.drop())
                 else:
-                    assert isinstance(command, Prompt)
                     assert worker is not None
-                    worker.submit(command.request)
+                    for reply in _obey(worker, command):
+                        tell(reply)
             for reply in worker.step():
                 tell(reply)
     except Exception as error:
         tell(Failed(f"{type(error).__name__}: {error}"))
+
+
+def _obey(worker: Worker, command: Command) -> list[Reply]:
+    if isinstance(command, Drop):
+        return [worker.drop()]
+    if isinstance(command, Probe):
+        return [probed(str(worker.engine.model.device))]
+    if isinstance(command, Way):
+        worker.on_device = command.on_device
+        return []
+    assert isinstance(command, Prompt)
+    worker.submit(command.request)
+    return []
 
 
 def _read(source: BinaryIO, commands: queue.Queue[Command]) -> None:

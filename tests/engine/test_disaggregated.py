@@ -6,7 +6,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
+import torch
 from infermix.cost.machine import machine_facts
 from infermix.cost.model_facts import read_model_facts
 from infermix.cost.source import resolve_source
@@ -15,8 +17,13 @@ from infermix.measure.drive import drive
 from infermix.plugins import Catalogue
 from infermix.roles.component import PART_ROLES, Choice, Role
 from infermix.roles.engine import EngineContext
+from infermix.roles.kv_space import KVBudget, KVGroup
 from infermix.roles.request import Request, SamplingParams
 from infermix.spec.experiment import DEFAULT_PARTS, ModelSource
+from infermix_disaggregated import transfer
+from infermix_disaggregated.device_memory import DeviceBlock
+from infermix_disaggregated.messages import Computed
+from infermix_reference.kv_paged import PagedLayout
 
 Build = Callable[..., Any]
 
@@ -26,7 +33,10 @@ def build(catalogue: Catalogue, tiny_llama: Any) -> Any:
     """`build("disaggregated", parts={...}, **context)`."""
     built = []
 
-    def make(name: str, parts: dict[str, tuple[str, dict[str, Any]]] | None = None, **given: Any) -> Any:
+    def make(
+        name: str, parts: dict[str, tuple[str, dict[str, Any]]] | None = None, options: Any = None,
+        device: str = "cpu", **given: Any,
+    ) -> Any:  # fmt: skip
         def choose(role: Role, part: str, options: dict[str, Any]) -> Choice:
             registered = catalogue.find(role, part)
             return Choice(registered, registered.component.options(**options))
@@ -34,11 +44,12 @@ def build(catalogue: Catalogue, tiny_llama: Any) -> Any:
         wanted = {**{role: (part, {}) for role, part in DEFAULT_PARTS.items()}, **(parts or {})}
         source = resolve_source(ModelSource(source=str(tiny_llama)), tiny_llama)
         context = EngineContext(
-            source=source, facts=read_model_facts(source, dtype="float32", dummy=False), machine=machine_facts("cpu"),
-            dtype="float32", parts={role: choose(role, *wanted[role.value]) for role in PART_ROLES},
+            source=source, facts=read_model_facts(source, dtype="float32", dummy=False),
+            machine=machine_facts(device), dtype="float32",
+            parts={role: choose(role, *wanted[role.value]) for role in PART_ROLES},
             max_model_len=128, max_num_seqs=4, seed=0, clock_ns=time.perf_counter_ns, find=catalogue.find, **given,
         )  # fmt: skip
-        engine = choose(Role.ENGINE, name, {})
+        engine = choose(Role.ENGINE, name, dict(options or {}))
         built.append(engine.component.build(engine.options, context))
         return built[-1]
 
@@ -79,7 +90,8 @@ def test_two_workers_give_the_tokens_of_one_engine(build: Any) -> None:
     assert counters["handover_bytes"] > 0
     assert counters["handover_export_s"] > 0
     assert counters["handover_import_s"] > 0
-    assert engine.report().executed["engine"]["handover"] == {"path": "shared host memory", "workers": 2}
+    way = {"path": "shared host memory", "device_refused": "KV is on cpu", "workers": 2}
+    assert engine.report().executed["engine"]["handover"] == way
     decoded = sum(len(tokens) - 1 for tokens, _ in alone.values())
     assert counters["computed_tokens"] == decoded, "the decode worker computes no prompt"
     engine.reset()
@@ -109,3 +121,62 @@ def test_a_dead_worker_is_told(build: Any) -> None:
 def test_layouts_that_cannot_be_handed_over_are_refused(build: Any) -> None:
     with pytest.raises(Unsupported):
         build("disaggregated", {"kv": ("none", {})})
+
+
+@pytest.mark.full
+def test_a_device_that_is_no_gpu_is_refused(build: Any) -> None:
+    with pytest.raises(Unsupported, match="handover: device: KV is on cpu"):
+        build("disaggregated", options={"handover": "device"})
+
+
+def test_a_parcel_that_stays_on_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything but CUDA's handles."""
+    kept: dict[bytes, Any] = {}
+
+    def share(data: Any) -> DeviceBlock:
+        kept[name := str(len(kept)).encode()] = data
+        return DeviceBlock(
+            size=data.numel(), device=0, memory=name, storage_bytes=data.numel(), memory_offset=0, counter=b"",
+            counter_offset=0, event=b"", wait=False,
+        )  # fmt: skip
+
+    monkeypatch.setattr(transfer, "share", share)
+    monkeypatch.setattr(transfer, "opened", lambda block: kept.pop(block.memory))
+    layout = PagedLayout(4)
+    groups = (KVGroup((0, 2), 2, 8, 8), KVGroup((1,), 1, 12, 4))
+    shape = layout.shape(groups, KVBudget(3, 40, 4))
+    spaces, stores = (
+        [layout.space(shape) for _ in range(2)],
+        [layout.store(shape, "cpu", torch.float32) for _ in "ab"],
+    )
+    for tensor in (tensor for store in stores for tensor in store.block_tensors()):
+        tensor.copy_(torch.randn(tensor.shape))
+    assert spaces[0].reserve(5, 30)
+    assert spaces[1].reserve(6, 11)
+    assert spaces[0].reserve(1, 18)
+    sent = transfer.send(stores[0], spaces[0], shape, "paged", 1, 18, on_device=True)
+    reply = msgspec.json.decode(
+        msgspec.json.encode(Computed(request_id="1", token=3, stopped=False, parcel=sent)), type=Computed
+    )
+    assert reply.parcel == sent
+    assert transfer.place(stores[1], spaces[1], shape, "paged", transfer.receive(reply.parcel), 2)
+    mine, yours = list(spaces[0].block_table(1)), list(spaces[1].block_table(2))
+    for here, there in zip(stores[0].block_tensors(), stores[1].block_tensors(), strict=True):
+        assert torch.equal(here[mine], there[yours])
+    assert sent.device is not None
+    kept[sent.device.memory] = torch.zeros(7, dtype=torch.uint8)
+    with pytest.raises(InfermixError, match="bytes are no KV parcel"):
+        transfer.receive(sent)
+    transfer.discard(Computed(request_id="1", token=3, stopped=True))
+
+
+@pytest.mark.gpu
+def test_kv_stays_on_the_gpu(build: Any) -> None:
+    asked = requests()
+    alone = outputs(build("native", device="cuda"), asked)
+    engine = build("disaggregated", options={"handover": "device"}, device="cuda")
+    assert outputs(engine, asked) == alone
+    assert engine.report().executed["engine"]["handover"]["path"] == "device memory of both (CUDA IPC)"
+    assert engine.report().counters["handover_bytes"] > 0
+    engine.reset()
+    assert outputs(engine, asked) == alone

@@ -37,7 +37,7 @@ class ParcelHeader(msgspec.Struct, frozen=True, kw_only=True):
 
     `layout` is what the two sides call their layout, options included. `groups` are the layers, KV heads, key and
     value width and window of each KV group; `tensors[t]` those of block table t and `num_blocks[t]` how many blocks
-    follow. `crc32` is that of the payload.
+    follow. `crc32` is that of the payload, 0 for one that stayed on its device.
     """
 
     version: int
@@ -52,7 +52,7 @@ class ParcelHeader(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class KVParcel:
-    """`payload[t]` `[num_blocks[t], bytes of a block]` uint8 on the host, pinned when it came from a GPU."""
+    """`payload[t]` `[num_blocks[t], bytes of a block]` uint8, on the host (pinned when it came from a GPU) or not."""
 
     header: ParcelHeader
     payload: tuple[Tensor, ...]
@@ -100,6 +100,27 @@ def export_parcel(
     return KVParcel(
         msgspec.structs.replace(header, num_tokens=num_tokens, num_blocks=counts, crc32=checksum), payload
     )
+
+
+def gather_parcel(
+    store: KVStore, shape: KVShape, layout: str, blocks: Sequence[Sequence[int]], num_tokens: int
+) -> KVParcel:
+    """As `export_parcel`, on the store's device and without a checksum; nothing is waited for."""
+    tables = _tables(store, shape)
+    payload = tuple(_gather(rows, ids).view(torch.uint8) for rows, ids in zip(tables, blocks, strict=True))
+    counts = tuple(len(ids) for ids in blocks)
+    header = _header(tables, shape, layout)
+    return KVParcel(msgspec.structs.replace(header, num_tokens=num_tokens, num_blocks=counts), payload)
+
+
+def split_parcel(header: ParcelHeader, data: Tensor) -> KVParcel:
+    """A parcel out of all its rows in one, `data [n]` uint8. Raises `InfermixError` where `n` is not their size."""
+    widths = [sum(map(_size, tensors)) for tensors in header.tensors]
+    sizes = [count * width for count, width in zip(header.num_blocks, widths, strict=True)]
+    if sum(sizes) != data.numel():
+        raise InfermixError(f"{data.numel()} bytes are no KV parcel of {sum(sizes)}")
+    parts = zip(data.split(sizes), header.num_blocks, widths, strict=True)
+    return KVParcel(header, tuple(part.view(count, width) for part, count, width in parts))
 
 
 def import_parcel(
@@ -156,12 +177,16 @@ def _tensor_header(tensor: Tensor) -> TensorHeader:
     return TensorHeader(tuple(tensor.shape[1:]), str(tensor.dtype).removeprefix("torch."))
 
 
-def _fetch(rows: BlockRows, ids: Sequence[int]) -> Tensor:
+def _gather(rows: BlockRows, ids: Sequence[int]) -> Tensor:
     device = rows.tensors[0].device if rows.tensors else torch.device("cpu")
     gathered = torch.empty((len(ids), rows.width), dtype=rows.unit, device=device)
     rows.gather(torch.tensor(ids, dtype=torch.int64, device=device), gathered)
-    host = gathered
-    if device.type == "cuda":
+    return gathered
+
+
+def _fetch(rows: BlockRows, ids: Sequence[int]) -> Tensor:
+    host = gathered = _gather(rows, ids)
+    if gathered.device.type == "cuda":
         host = torch.empty(gathered.shape, dtype=gathered.dtype, pin_memory=True)
         host.copy_(gathered)
     return host.view(torch.uint8)
