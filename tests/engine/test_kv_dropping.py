@@ -92,6 +92,17 @@ def test_hybrid_gives_the_tokens_of_paged(
     assert engine.report().counters["kv_overwritten_slots"] == 0
 
 
+@pytest.mark.parametrize("decoder", [("prompt_lookup", {"num_draft_tokens": 4, "min_match_tokens": 1}), "jacobi"])
+def test_drafts_behind_a_prompt_that_runs_in_pieces(
+    build_engine: Build, tiny_gemma3: Path, expected: dict[str, list[int]], decoder: Any
+) -> None:
+    """The last piece has to leave room for the drafts that are verified with the prompt's last token."""
+    parts = {"kv": ("hybrid", {"block_size": 4, "max_chunk_tokens": 9}), "decoder": decoder}
+    engine = build_engine(parts, model=tiny_gemma3)
+    assert generate(engine, requests()) == expected
+    assert engine.report().counters["draft_tokens"] > 0
+
+
 def test_preemption_keeps_the_tokens(build_engine: Build, tiny_gemma3: Path, expected: dict[str, list[int]]) -> None:
     block = 4 * 2 * 2 * 16 * 4  # tokens, K and V, heads, width, bytes
     memory = block * (40 + 1) + 5 * block * (24 + 1)
