@@ -71,6 +71,22 @@ def test_the_request_ends_with_its_last_output(build_engine: Build) -> None:
     assert not engine.has_work
 
 
+def test_a_forked_request_has_all_its_outputs(build_engine: Build) -> None:
+    """It begins with the KV of a running one, and its further outputs with its own."""
+    child = Request(request_id="child", prompt_ids=(*PROMPT, 30, 31), sampling=request(3).sampling)
+    expected = outputs(build_engine(), child)
+    engine = build_engine(parts={"kv": ("paged", {"block_size": 4})})
+    engine.submit(request(1, "parent", ignore_eos=True))
+    engine.step()
+    engine.fork("parent", child)
+    found: dict[int, list[int]] = {}
+    while engine.has_work:
+        for event in engine.step():
+            if event.request_id == "child":
+                found.setdefault(event.output, []).extend(event.token_ids)
+    assert [found.get(output) for output in range(3)] == expected
+
+
 def test_greedy_outputs_are_refused(build_engine: Build) -> None:
     with pytest.raises(UserError, match="3 greedy outputs, which would be equal"):
         build_engine().submit(request(3, temperature=0.0))

@@ -85,12 +85,7 @@ class NativeEngine:
 
     def submit(self, request: Request) -> None:
         self.refuse_misfit(request)
-        request = self._prepare(request)
-        first = self._new_sequence(request)
-        if request.sampling.num_outputs > 1 and not self._searches:
-            others = enumerate(requests_of_outputs(request), 1)
-            self._siblings[first.seq_id] = [self._new_sequence(other, output) for output, other in others]
-        self._add(first)
+        self._add(self._first_sequence(self._prepare(request)))
 
     @torch.inference_mode()
     def fork(self, request_id: str, request: Request) -> None:
@@ -104,7 +99,7 @@ class NativeEngine:
         parent = next((seq for seq in self._live.values() if seq.request.request_id == request_id), None)
         if parent is None:
             raise UserError(f"request {request_id!r} is not running, so nothing can be forked from it")
-        child = self._new_sequence(self._prepare(request))
+        child = self._first_sequence(self._prepare(request))
         share_kv(parent, child, self._space, self._store, self._shape)
         if child.num_computed:
             self._forked.append(child)
@@ -224,6 +219,14 @@ class NativeEngine:
         sequence = Sequence(self._next_id, request, prompt, len(prompt), output=output)
         self._next_id += 1
         return sequence
+
+    def _first_sequence(self, request: Request) -> Sequence:
+        """The sequence of a request's first output; the others wait until its prompt is computed."""
+        first = self._new_sequence(request)
+        if request.sampling.num_outputs > 1 and not self._searches:
+            others = enumerate(requests_of_outputs(request), 1)
+            self._siblings[first.seq_id] = [self._new_sequence(other, output) for output, other in others]
+        return first
 
     def _add(self, sequence: Sequence) -> None:
         self._scheduler.add(sequence)
