@@ -18,7 +18,7 @@ from infermix.roles.scheduler import Scheduled
 def last_pieces(
     entries: Sequence[Scheduled], limit: int, run: Callable[[list[Scheduled]], object]
 ) -> Iterator[list[Scheduled]]:
-    """Hand all but the last pieces, of at most `limit` new tokens each, to `run`; yields the entries with what is left.
+    """Hand all but the last pieces, of at most `limit` new tokens each, to `run`; yields the entries with the rest.
 
     Drafts stay together, behind the last own token. While the context is open, `num_computed` of a cut sequence
     counts what has run; afterwards it is as before.
