@@ -87,6 +87,24 @@ def test_a_forked_request_has_all_its_outputs(build_engine: Build) -> None:
     assert [found.get(output) for output in range(3)] == expected
 
 
+def test_outputs_that_hold_what_the_next_request_needs_give_it_back(build_engine: Build) -> None:
+    """The first request ends in the step that forks its further outputs, and nothing else runs; five blocks in all."""
+    asked = [
+        Request(request_id="a", prompt_ids=PROMPT[:6], sampling=request(3, max_new_tokens=1).sampling),
+        Request(request_id="b", prompt_ids=PROMPT[:18], sampling=request(1, max_new_tokens=2).sampling),
+    ]
+    expected = [[output.output_ids for output in sample.outputs] for sample in driven(build_engine(), asked)]
+    block = 4 * 2 * 2 * 2 * 16 * 4
+    engine = build_engine(
+        parts={"kv": ("paged", {"block_size": 4})}, max_model_len=20, kv_memory_bytes=(5 + 1) * block
+    )
+    assert [[output.output_ids for output in sample.outputs] for sample in driven(engine, asked)] == expected
+
+
+def driven(engine: Any, asked: list[Request]) -> list[Any]:
+    return sorted(drive(engine, asked, None, keep_outputs=len(asked)).requests, key=lambda sample: sample.request_id)
+
+
 def test_greedy_outputs_are_refused(build_engine: Build) -> None:
     with pytest.raises(UserError, match="3 greedy outputs, which would be equal"):
         build_engine().submit(request(3, temperature=0.0))

@@ -140,7 +140,7 @@ class NativeEngine:
             self._forget_device_state(sequence)
             sequence.num_preemptions += 1
         self._move_blocks(plan)
-        self._settle_forks(plan)
+        returned = self._settle_forks(plan)
         if plan.entries:
             self._launch(plan)
         if waits:
@@ -148,7 +148,7 @@ class NativeEngine:
         else:
             self._kv.sample()
         if not self._pending:
-            return self._refuse_stall(plan)
+            return [] if returned else self._refuse_stall(plan)
         if len(self._pending) <= self._lag and plan.entries:
             return []
         emissions = self._decoder.collect(self._pending.popleft())
@@ -232,16 +232,21 @@ class NativeEngine:
         self._scheduler.add(sequence)
         self._live[sequence.seq_id] = sequence
 
-    def _settle_forks(self, plan: Plan) -> None:
-        """Forks that were not let in at once must not hold blocks that those who run may need."""
-        if self._forked or self._adopted:
-            running = {entry.sequence.seq_id for entry in plan.entries}
-            for child in (*self._forked, *self._adopted):
-                if child.seq_id not in running:
-                    give_back(child, self._space)
-            self._counters["forked_tokens"] += sum(child.num_computed for child in self._forked)
-            self._forked.clear()
-            self._adopted.clear()
+    def _settle_forks(self, plan: Plan) -> bool:
+        """Forks that were not let in at once must not hold blocks that those who run may need.
+
+        Returns whether any were given back: the next step then has room that this one did not have.
+        """
+        if not self._forked and not self._adopted:
+            return False
+        running = {entry.sequence.seq_id for entry in plan.entries}
+        left_out = [child for child in (*self._forked, *self._adopted) if child.seq_id not in running]
+        for child in left_out:
+            give_back(child, self._space)
+        self._counters["forked_tokens"] += sum(child.num_computed for child in self._forked)
+        self._forked.clear()
+        self._adopted.clear()
+        return bool(left_out)
 
     def _split(self, sequence: Sequence) -> None:
         """Once a prompt is computed, the request's further outputs begin with its KV."""
