@@ -12,7 +12,7 @@ from infermix.cost.kv_capacity import kv_limit, kv_room, sequences_that_fit
 from infermix.cost.memory import USABLE_SHARE, MemoryPrediction, fits, predict_memory
 from infermix.engine.simulated.components import SIMULATED
 from infermix.errors import UserError
-from infermix.roles.component import Choice, Role
+from infermix.roles.component import PART_ROLES, Choice, Role
 from infermix.roles.decoder import DecoderOptions
 from infermix.roles.engine import EngineContext
 from infermix.roles.evaluator import EvaluatorOptions
@@ -20,6 +20,7 @@ from infermix.roles.facts import MachineFacts, ModelFacts
 from infermix.roles.kv_space import KVBudget, KVLayout, KVShape
 from infermix.roles.workload import WorkloadOptions
 from infermix.spec.experiment import Limits
+from infermix.toolkit.host_blocks import with_host_blocks
 
 #: Assumed where only the data tells how long a sequence is, and how many run at once.
 _ASSUMED_TOKENS = 2048
@@ -69,6 +70,7 @@ class _Demand:
     replicas: int
     machine: str
     fills_memory: bool
+    swaps: bool
     second: Second | None
 
 
@@ -129,6 +131,7 @@ class Fitter:
             replicas=getattr(engine.options, "replicas", 1) if engine else 1,
             machine=f"{machine.device} {machine.memory_bytes}",
             fills_memory=FILLS_MEMORY in provided,
+            swaps=_swaps(choices, facts, machine),
             second=second,
         )
         if demand not in self._known:
@@ -191,6 +194,8 @@ class Fitter:
         budget = KVBudget(demand.count, demand.length, facts.dtype_bytes, most, states=layer_states(facts))
         layout = self._layout(demand.layout, kv)
         shape = layout.shape(stored_groups(facts, layout), budget)
+        if demand.swaps and limits.kv_swap_bytes is not None:
+            with_host_blocks(shape, limits.kv_swap_bytes)
         return shape.bytes * demand.replicas, tuple(_draft_problems(kv, shape, demand.num_draft_tokens))
 
 
@@ -270,11 +275,24 @@ def _filled(limits: Limits, machine: MachineFacts, memory: MemoryPrediction) -> 
     return max(0, int(fraction * machine.memory_bytes) - memory.total_bytes)
 
 
+def _swaps(choices: Mapping[Role, Choice], facts: ModelFacts, machine: MachineFacts) -> bool:
+    """Whether a part moves sequences to host memory and back."""
+    parts = [choice for role, choice in choices.items() if role in PART_ROLES]
+    return any("kv:swap" in choice.component.needs(choice.options, facts, machine) for choice in parts)
+
+
 def _draft_problems(kv: Choice, shape: KVShape, num_draft_tokens: int) -> Iterator[str]:
-    """Rejected drafts are cut off again, all of them at the worst."""
+    """Drafts are verified in one forward with a token before them; at the worst all of them are cut off again."""
+    name = kv.component.name
+    if shape.max_query_len is not None and num_draft_tokens >= shape.max_query_len:
+        yield (
+            f"kv {name!r} takes {shape.max_query_len} tokens of a sequence at once, the decoder verifies "
+            f"{num_draft_tokens} drafts and a token of its own (max_chunk_tokens of {num_draft_tokens + 1}, or fewer "
+            "draft tokens)"
+        )
     if shape.max_truncate is not None and num_draft_tokens > shape.max_truncate:
         yield (
-            f"kv {kv.component.name!r} can take back {shape.max_truncate} tokens of a sequence, the decoder drafts "
+            f"kv {name!r} can take back {shape.max_truncate} tokens of a sequence, the decoder drafts "
             f"{num_draft_tokens}"
         )
 

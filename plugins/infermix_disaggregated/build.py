@@ -50,6 +50,10 @@ def _native(options: Any) -> NativeOptions:
 
 
 def _refuse(context: EngineContext) -> None:
+    """What a plan says, for whoever comes here without one."""
+    kv = context.parts[Role.KV]
+    if "kv:export" not in kv.component.provides(kv.options, context.facts, context.machine):
+        raise Unsupported(f"kv {kv.component.name!r} does not provide kv:export, so its blocks are not handed over")
     decoder = context.parts[Role.DECODER]
     provided = decoder.component.provides(decoder.options, context.facts, context.machine)
     if not provided.isdisjoint(("decoder:drafts", "decoder:search")):

@@ -43,7 +43,7 @@ def infermix_engine() -> list[Component]:
             summary="prompts in one process, outputs in another (native engines), KV handed over between them",
             build=_build,
             options=DisaggregatedOptions,
-            needs=lambda options, model, machine: frozenset({"kv:swap"}),
+            needs=lambda options, model, machine: frozenset({"kv:swap", "kv:export"}),
             provides=lambda options, model, machine: frozenset(
                 {"engine:score", "engine:score_decode", "engine:logits", "engine:parts", "engine:hands_over"}
             ),

@@ -117,10 +117,11 @@ def test_a_dead_worker_is_told(build: Any) -> None:
         drive(engine, requests(3), None)
 
 
-@pytest.mark.full
-def test_layouts_that_cannot_be_handed_over_are_refused(build: Any) -> None:
-    with pytest.raises(Unsupported):
-        build("disaggregated", {"kv": ("none", {})})
+@pytest.mark.parametrize("kv", ["none", "hybrid", "sink_window", "h2o", "snapkv"])
+def test_layouts_that_cannot_be_handed_over_are_refused(build: Any, kv: str) -> None:
+    """What a layout has dropped, or would drop next, is not in its blocks."""
+    with pytest.raises(Unsupported, match=f"kv '{kv}' does not provide kv:export"):
+        build("disaggregated", {"kv": (kv, {})})
 
 
 @pytest.mark.full

@@ -103,6 +103,14 @@ def test_drafts_behind_a_prompt_that_runs_in_pieces(
     assert engine.report().counters["draft_tokens"] > 0
 
 
+def test_more_drafts_than_a_layout_takes_back_are_refused(build_engine: Build) -> None:
+    """Also for decoders whose drafts the plan does not see, since another one wraps them."""
+    kivi = ("kivi", {"group_size": 4, "residual_length": 8, "block_size": 4})
+    with pytest.raises(UserError, match="drafts 5 tokens, of which the KV layout can take back 4"):
+        build_engine({"kv": kivi, "decoder": ("prompt_lookup", {"num_draft_tokens": 5})})
+    build_engine({"kv": kivi, "decoder": ("prompt_lookup", {"num_draft_tokens": 4})})
+
+
 def test_preemption_keeps_the_tokens(build_engine: Build, tiny_gemma3: Path, expected: dict[str, list[int]]) -> None:
     block = 4 * 2 * 2 * 16 * 4  # tokens, K and V, heads, width, bytes
     memory = block * (40 + 1) + 5 * block * (24 + 1)

@@ -88,7 +88,7 @@ def test_a_forked_request_has_all_its_outputs(build_engine: Build) -> None:
 
 
 def test_outputs_that_hold_what_the_next_request_needs_give_it_back(build_engine: Build) -> None:
-    """The first request ends in the step that forks its further outputs, and nothing else runs; five blocks in all."""
+    """The first request ends in the step that forks its further outputs, nothing else runs; five blocks in all."""
     asked = [
         Request(request_id="a", prompt_ids=PROMPT[:6], sampling=request(3, max_new_tokens=1).sampling),
         Request(request_id="b", prompt_ids=PROMPT[:18], sampling=request(1, max_new_tokens=2).sampling),

@@ -27,16 +27,23 @@ DEEPSEEK = {
 }  # fmt: skip
 
 
+MISTRAL = {**LLAMA, "model_type": "mistral", "sliding_window": 8}
+SWAPPING = ", scheduler: {use: continuous, preemption: swap}"
+
+
 @pytest.fixture
 def verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., CellPlan]:
     monkeypatch.chdir(tmp_path)
 
-    def of(config: dict[str, Any], kv: str, attention: str = "sdpa", machine: MachineFacts = CPU) -> CellPlan:
+    def of(
+        config: dict[str, Any], kv: str, attention: str = "sdpa", machine: MachineFacts = CPU, more: str = "",
+        parts: str = "",
+    ) -> CellPlan:  # fmt: skip
         Path("model.json").write_text(json.dumps(config), encoding="utf-8")
         Path("x.yaml").write_text(
             "model: {source: model.json, weights: dummy}\n"
-            "workload: {use: synthetic, num_requests: 2, input_tokens: 8, output_tokens: 4}\n"
-            f"parts: {{kv: {kv}, attention: {attention}}}\n",
+            "workload: {use: synthetic, num_requests: 2, input_tokens: 60, output_tokens: 4, ignore_eos: false}\n"
+            f"parts: {{kv: {kv}, attention: {attention}{parts}}}\n{more}\n",
             encoding="utf-8",
         )
         (plan,) = compose(load_experiment("x.yaml"), load_catalogue(), machine=machine)
@@ -70,3 +77,32 @@ def test_recurrent_layers_need_a_layout_that_keeps_states(verdict: Any) -> None:
     assert reason.endswith("which kv 'paged' does not provide")
     assert verdict(MAMBA, "state").reasons == ()
     assert verdict(LLAMA, "state").reasons == ("kv 'state' needs model:state, which llama models do not have",)
+
+
+@pytest.mark.parametrize("kv", ["hybrid, block_size: 4", "sink_window, window: 8, sink_tokens: 0, block_size: 4"])
+def test_drafts_that_are_longer_than_what_a_ring_takes_at_once(verdict: Any, kv: str) -> None:
+    def reasons(num_drafts: int) -> tuple[str, ...]:
+        decoder = f", decoder: {{use: prompt_lookup, num_draft_tokens: {num_drafts}}}"
+        return verdict(MISTRAL, f"{{use: {kv}, max_chunk_tokens: 5}}", parts=decoder).reasons
+
+    assert reasons(4) == ()
+    assert reasons(5) == (
+        f"kv {kv.partition(',')[0]!r} takes 5 tokens of a sequence at once, the decoder verifies 5 drafts and a "
+        "token of its own (max_chunk_tokens of 6, or fewer draft tokens)",
+    )
+
+
+def test_host_memory_that_holds_no_block(verdict: Any) -> None:
+    block = 16 * 2 * 2 * 4 * 16 * 4
+    small, enough = (f"limits: {{kv_swap_bytes: {size}}}" for size in (block - 1, block))
+    (reason,) = verdict(LLAMA, "paged", more=small, parts=SWAPPING).reasons
+    assert reason.startswith(f"{block - 1} bytes of host memory do not hold one block of KV (at least {block} bytes")
+    assert verdict(LLAMA, "paged", more=enough, parts=SWAPPING).reasons == ()
+
+
+@pytest.mark.parametrize("kv", ["hybrid", "sink_window", "h2o", "snapkv", "kivi"])
+def test_layouts_that_only_their_own_engine_understands_are_not_handed_over(verdict: Any, kv: str) -> None:
+    kv = "{use: kivi, group_size: 16, block_size: 16, residual_length: 32}" if kv == "kivi" else kv
+    (reason,) = verdict(LLAMA, kv, more="engine: disaggregated").reasons
+    assert reason.startswith("engine 'disaggregated' needs kv:export, which kv ")
+    assert verdict(LLAMA, "quantized", more="engine: disaggregated").reasons == ()

@@ -241,7 +241,7 @@ def _refuse_unmet(build: Assembly) -> None:
 
 
 def _refuse_misfits(build: Assembly, decoder: Any, shape: KVShape) -> None:
-    """Drafts of one verification row must fit what a ring of blocks takes at once, and trees need help of two parts.
+    """Drafts must fit into what a ring takes at once and what can be cut off again; trees need help of two parts.
 
     `plan` says the latter of a decoder that it knows; here it holds for one inside another as well.
     """
@@ -250,11 +250,18 @@ def _refuse_misfits(build: Assembly, decoder: Any, shape: KVShape) -> None:
         if trees and feature not in build.provides(role):
             name = build.context.parts[role].component.name
             raise Unsupported(f"{role.value} {name!r} does not provide {feature}, which drafts in a tree need")
-    if shape.max_query_len is not None and max(query_lens) > shape.max_query_len:
+    longest = max(query_lens)
+    if shape.max_query_len is not None and longest > shape.max_query_len:
         raise UserError(
-            f"the decoder verifies rows of {max(query_lens)} tokens, the KV layout takes {shape.max_query_len}",
+            f"the decoder verifies rows of {longest} tokens, the KV layout takes {shape.max_query_len}",
             key="parts.kv.max_chunk_tokens",
-            hint=f"at least {max(query_lens)}, or fewer draft tokens",
+            hint=f"at least {longest}, or fewer draft tokens",
+        )
+    if shape.max_truncate is not None and longest - 1 > shape.max_truncate:
+        raise UserError(
+            f"the decoder drafts {longest - 1} tokens, of which the KV layout can take back {shape.max_truncate}",
+            key="parts.kv",
+            hint="fewer draft tokens, or a layout that keeps more",
         )
 
 
