@@ -67,11 +67,15 @@ class SinkWindowLayout:
 
 @dataclass(slots=True)
 class _Held:
-    """Blocks of one sequence in the order of its cache, its tokens, and how many of them were dropped."""
+    """Blocks of one sequence in the order of its cache, its tokens, and how many of them were dropped.
+
+    `placed` tokens were in a forward, or will be in one that was launched: the next one begins there or later.
+    """
 
     blocks: array[int] = field(default_factory=lambda: array("i"))
     length: int = 0
     dropped: int = 0
+    placed: int = 0
 
 
 class SinkWindowSpace(HeldSwaps):
@@ -98,7 +102,8 @@ class SinkWindowSpace(HeldSwaps):
             return True
         if num_tokens > self._shape.max_model_len:
             return False
-        cached = num_tokens - self._dropped_at(held, held.length)
+        # Who comes back from the host needs as many blocks as left, whatever the next forward drops.
+        cached = num_tokens - self._dropped_at(held, held.placed if held.blocks else 0)
         columns = min(-(-cached // self._block_size), self._most)
         blocks = self._pool.allocate(max(0, columns - len(held.blocks)))
         if blocks is None:
@@ -127,6 +132,7 @@ class SinkWindowSpace(HeldSwaps):
             blocks = held.blocks
             held.blocks = blocks[:first] + blocks[first + count :] + blocks[first : first + count]
             held.dropped = dropped
+        held.placed = stop
         assert stop - dropped <= len(held.blocks) * self._block_size, "more tokens than were reserved"
         return dropped
 
@@ -143,6 +149,7 @@ class SinkWindowSpace(HeldSwaps):
         self._pool.release(held.blocks[kept:])
         del held.blocks[kept:]
         held.length = num_tokens
+        held.placed = min(held.placed, num_tokens)
 
     def _can_cut(self, held: _Held, num_tokens: int) -> bool:
         return not held.dropped or num_tokens >= held.dropped + self._sink_blocks * self._block_size
@@ -156,7 +163,7 @@ class SinkWindowSpace(HeldSwaps):
         own = self._pool.allocate(columns) if self._can_cut(parent, length) else None
         if own is None:
             return None
-        self._held[child_id] = _Held(array("i", own), length, parent.dropped)
+        self._held[child_id] = _Held(array("i", own), length, parent.dropped, min(parent.placed, length))
         return list(zip(parent.blocks, own, strict=False))
 
     def release(self, seq_id: int) -> None:

@@ -103,6 +103,20 @@ def test_drafts_behind_a_prompt_that_runs_in_pieces(
     assert engine.report().counters["draft_tokens"] > 0
 
 
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+def test_drafts_over_sinks_and_a_window(build_engine: Build, preemption: str) -> None:
+    """Lossy, so only lengths are known; memory for two of the longest sequences, where up to eight run."""
+    window = ("sink_window", {"sink_tokens": 1, "window": 9, "block_size": 3, "max_chunk_tokens": 7})
+    parts = {"kv": window, "decoder": ("jacobi", {"num_draft_tokens": 4})}
+    parts["scheduler"] = ("continuous", {"max_num_batched_tokens": 16, "chunked": True, "preemption": preemption})
+    block = 3 * 2 * 2 * 2 * 16 * 4
+    engine = build_engine(parts, kv_memory_bytes=(2 * 7 + 1) * block, kv_swap_bytes=1 << 24)
+    wanted = requests((1, 3, 9, 40, 23, 5, 17, 2))
+    assert {len(tokens) for tokens in generate(engine, wanted).values()} == {30}
+    assert engine.report().counters["preemptions"] > 0
+    assert engine._space.usage().allocated_tokens == 0
+
+
 def test_more_drafts_than_a_layout_takes_back_are_refused(build_engine: Build) -> None:
     """Also for decoders whose drafts the plan does not see, since another one wraps them."""
     kivi = ("kivi", {"group_size": 4, "residual_length": 8, "block_size": 4})

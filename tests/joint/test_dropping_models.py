@@ -11,7 +11,7 @@ from infermix.engine.packing import PackEntry, num_dropped, pack
 from infermix.engine.walk import random_sequences
 from infermix.roles.attention import LayerSpec
 from infermix.roles.batch import Batch
-from infermix.roles.kv_space import KVBudget
+from infermix.roles.kv_space import KVBudget, KVGroup
 from infermix_kv.eviction import EvictingLayout, Policy
 from infermix_kv.scored_store import chosen_tokens, weights_of
 from infermix_kv.sink_window import SinkWindowLayout
@@ -181,3 +181,19 @@ def test_h2o_keeps_what_every_query_looks_at() -> None:
     held = store.pools(0).keys.flatten(0, 1)[_slots(space, 5)]
     assert held[:, 0].sum(-1).tolist() == [20.0, 0, 0, 0, 0]
     assert 20.0 in held[:, 1].sum(-1).tolist()
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 4])
+def test_room_for_drafts_is_kept_where_the_window_is_about_to_move(block_size: int) -> None:
+    """A step is reserved twice: for the sequence's own token, then for its drafts. It still begins at the former."""
+    layout = SinkWindowLayout(block_size, sink_tokens=1, window=5, max_chunk_tokens=4)
+    shape = layout.shape((KVGroup((0,), 1, 8, 8, None),), KVBudget(1, 64, 4, max_query_len=4))
+    space = layout.space(shape)
+    assert space.reserve(0, 4)
+    space.place(0, 0, 4)
+    for start in range(4, 60):
+        assert space.reserve(0, start + 1)
+        assert space.reserve(0, start + 4)
+        dropped = space.place(0, start, start + 4)
+        assert start + 4 - dropped <= len(space.block_table(0)) * block_size <= shape.most_blocks_of(0) * block_size
+        space.truncate(0, start + 1)
