@@ -32,6 +32,10 @@ class BeamSpace:
         self._forks: dict[int, list[Fork]] = {}
         self._copies: dict[int, list[tuple[int, int]]] = {}
         self._promised: dict[int, int] = {}
+        #: Tokens that a sequence without rows holds itself.
+        self._own: dict[int, int] = {}
+        if hasattr(space, "match"):
+            self.match = self._match
         if hasattr(space, "register"):
             self.register = self._register
 
@@ -43,6 +47,7 @@ class BeamSpace:
     def begin(self, seq_id: int, num_prompt_tokens: int) -> None:
         """The prompt is computed; from now on the sequence has rows."""
         self._promised.pop(seq_id, None)
+        self._own.pop(seq_id, None)
         self._prompts[seq_id] = num_prompt_tokens
         self._rows[seq_id] = (seq_id,)
 
@@ -80,7 +85,7 @@ class BeamSpace:
         for row in self._rows.pop(seq_id, (seq_id,)):
             if row not in pending:
                 self._space.release(row)
-        for known in (self._lengths, self._prompts, self._copies, self._promised):
+        for known in (self._lengths, self._prompts, self._copies, self._promised, self._own):
             known.pop(seq_id, None)
 
     def fits(self, num_tokens: int) -> bool:
@@ -93,17 +98,24 @@ class BeamSpace:
         return replace(self._space.usage(), reserved_tokens=None)
 
     def _reserve_prompt(self, seq_id: int, num_tokens: int) -> bool:
-        extra = (self._width - 1) * self._whole_blocks(num_tokens)
-        before = self._promised.get(seq_id, 0)
+        """Room for the first row now, and for the others later, none of which others were promised."""
+        whole = self._whole_blocks(num_tokens)
+        extra, before = (self._width - 1) * whole, self._promised.get(seq_id, 0)
         if extra > before:
             usage = self._space.usage()
             free = usage.capacity_tokens - usage.allocated_tokens - sum(self._promised.values()) + before
-            if free < extra:
+            if free < extra + whole - self._whole_blocks(self._own.get(seq_id, 0)):
                 return False
         if not self._space.reserve(seq_id, num_tokens):
             return False
         self._promised[seq_id] = max(extra, before)
+        self._own[seq_id] = max(num_tokens, self._own.get(seq_id, 0))
         return True
+
+    def _match(self, seq_id: int, token_ids: Seq[int], max_tokens: int, salt: str = "") -> int:
+        found: int = self._space.match(seq_id, token_ids, max_tokens, salt)  # type: ignore[attr-defined]
+        self._own[seq_id] = found
+        return found
 
     def _fork(self, seq_id: int) -> bool:
         forks, length = self._forks.get(seq_id, []), self._lengths.get(seq_id)

@@ -11,8 +11,11 @@ import pytest
 import torch
 from infermix.errors import Unsupported, UserError
 from infermix.measure.drive import drive
+from infermix.roles.kv_space import KVShape
 from infermix.roles.request import Request, SamplingParams
 from infermix.toolkit.masking import MaskedDecoder
+from infermix.toolkit.paged_space import PagedSpace
+from infermix_decoders.beam_space import BeamSpace
 
 Build = Callable[..., Any]
 EOS = 5
@@ -114,6 +117,21 @@ def test_under_preemption(build_engine: Build, reference: Any) -> None:
     assert engine.report().counters["preemptions"] > 0
     assert found == [reference(prompt, 1, num_beams=3, max_new_tokens=16) for prompt in given]
     assert engine._space.usage().allocated_tokens == 0
+
+
+@pytest.mark.parametrize("num_blocks", [11, 12])
+def test_room_for_rows_is_promised_to_one_request_only(num_blocks: int) -> None:
+    """Two rows of three blocks each: two requests have their worst case in 12 blocks, and in 11 they do not."""
+    shape = KVShape((), num_blocks, 4, max_num_seqs=4, max_model_len=12, bytes=0, bytes_per_token=0)
+    space = BeamSpace(PagedSpace(shape), shape, width=2)
+    assert space.reserve(0, 12)
+    assert space.reserve(1, 12) == (num_blocks == 12)
+    if num_blocks == 12:
+        for seq_id, row in ((0, -1), (1, -2)):
+            space.begin(seq_id, 3)
+            space.arrange(seq_id, (seq_id, row), [(seq_id, row)], 3)
+        assert space.reserve(0, 12)
+        assert space.reserve(1, 12)
 
 
 def test_beams_share_the_blocks_of_their_prompt(build_engine: Build) -> None:
