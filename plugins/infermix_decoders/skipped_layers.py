@@ -95,5 +95,5 @@ class _Twins:
         if inspect.ismethod(value) and value.__self__ is module:
             return types.MethodType(value.__func__, twin)
         if isinstance(value, dict):
-            return dict(value)
+            return copy.copy(value)  # of its own kind: hooks are held weakly, which a plain dict does not allow
         return self._configs.get(id(value), value)

@@ -38,8 +38,16 @@ class SecondModel:
     """A model whose sequences sit in the target's lanes. Query lengths 1 and 2 are captured where graphs are on."""
 
     def __init__(
-        self, build: Assembly, model: Any, facts: ModelFacts, capture: bool, tokenizer: Tokenizer | None = None
+        self,
+        build: Assembly,
+        model: Any,
+        facts: ModelFacts,
+        capture: bool,
+        tokenizer: Tokenizer | None = None,
+        *,
+        rounded: bool,
     ) -> None:
+        """`rounded`: a quantizer that loses something has been at the model, perhaps at its activations, too."""
         self.facts, self.tokenizer = facts, tokenizer
         # As it is now: a quantizer may have made it smaller than its checkpoint.
         self.weight_bytes = weight_bytes(model)
@@ -47,13 +55,15 @@ class SecondModel:
         with torch.inference_mode():
             joint = make_joint(model, facts, layout)
             joint.detach()
-            reference = collect_reference(model, joint, seed=build.context.seed, of="the second model as loaded")
+            reference = collect_reference(
+                model, joint, seed=build.context.seed, of="the second model as loaded", rounded=rounded
+            )
         shape = layout.shape(joint.groups, replace(self._budget(build, facts), states=joint.states))
         self.space, store = layout.space(shape), layout.store(shape, build.device, build.dtype)
         with torch.inference_mode():
             self.self_check = self_check(
                 model, joint, attention, layout, device=build.device, dtype=build.dtype, reference=reference,
-                exact=build.lossless(Role.ATTENTION) and build.lossless(Role.KV),
+                exact=build.lossless(Role.ATTENTION) and build.lossless(Role.KV), kv_error=build.kv_error(),
             )  # fmt: skip
         joint.attach(attention, store)
         self.sampler = TokenSampler(build.max_num_seqs, facts.vocab_size, build.device, ())
@@ -98,7 +108,7 @@ def second_models(build: Assembly, capture: bool) -> Callable[..., SecondModel]:
     ) -> SecondModel:
         if model is not None:
             assert facts is not None
-            return SecondModel(build, model, facts, capture)
+            return SecondModel(build, model, facts, capture, rounded=not build.lossless(Role.QUANTIZER))
         resolved, found = _find(build, source)
         if found.refusal:
             raise Unsupported(found.refusal)
@@ -108,10 +118,8 @@ def second_models(build: Assembly, capture: bool) -> Callable[..., SecondModel]:
             resolved, found, dtype=build.context.dtype, device=str(build.device), seed=build.context.seed,
             progress=build.context.progress,
         )  # fmt: skip
-        if quantizer is not None:
-            _quantize(build, loaded.model, quantizer, quantizer_options or {})
-        tokenizer = load_tokenizer(resolved)
-        return SecondModel(build, loaded.model, found, capture, tokenizer)
+        lossless = quantizer is None or _quantize(build, loaded.model, quantizer, quantizer_options or {})
+        return SecondModel(build, loaded.model, found, capture, load_tokenizer(resolved), rounded=not lossless)
 
     return second
 
@@ -123,11 +131,14 @@ def _find(build: Assembly, source: str | None) -> tuple[ResolvedSource, ModelFac
     return resolved, read_model_facts(resolved, dtype=build.context.dtype)
 
 
-def _quantize(build: Assembly, model: Any, name: str, options: dict[str, Any]) -> None:
+def _quantize(build: Assembly, model: Any, name: str, options: dict[str, Any]) -> bool:
+    """Change the model in place; whether that is lossless."""
     if build.context.find is None:
         raise UserError("this engine was built without a catalogue, so no quantizer can be named for a second model")
     component = build.context.find(Role.QUANTIZER, name).component
-    quantizer = component.build(component.options(**options), None)
+    chosen = component.options(**options)
+    quantizer = component.build(chosen, None)
     if quantizer.load_arguments():
         raise Unsupported(f"quantizer {name!r} works at load, which a second model does not offer")
     quantizer.apply(model, QuantizerContext(str(build.device), build.context.dtype, None, build.context.progress))
+    return component.lossless(chosen)
