@@ -14,19 +14,18 @@ from pathlib import Path
 
 import msgspec
 
-from infermix.cost.kv import kv_bytes_per_token
 from infermix.cost.machine import machine_facts
 from infermix.cost.memory import MemoryPrediction
 from infermix.cost.model_facts import read_model_facts
-from infermix.cost.roofline import weight_bytes_stored
 from infermix.cost.source import resolve_source
+from infermix.drafts import Drafts
 from infermix.errors import UserError, UserErrors
 from infermix.features import match
-from infermix.fitting import Fitter, Second
+from infermix.fitting import Fitter
 from infermix.measure.names import measure_faults
 from infermix.plugins import Catalogue
 from infermix.roles.component import PART_ROLES, Choice, Features, Role
-from infermix.roles.decoder import DecoderOptions, SecondModelUse
+from infermix.roles.decoder import DecoderOptions
 from infermix.roles.engine import EngineOptions
 from infermix.roles.evaluator import EvaluatorOptions
 from infermix.roles.facts import MachineFacts, ModelFacts, ResolvedSource
@@ -74,7 +73,9 @@ class CellPlan:
 
 @dataclass(frozen=True)
 class _Chosen:
-    """The components of one cell. `explicit` are the parts that the experiment names."""
+    """The components of one cell. `explicit` are the parts that the experiment names, `inner` the decoders that the
+    decoder's options name, from the outside in.
+    """
 
     engine: Choice
     workload: Choice
@@ -82,6 +83,7 @@ class _Chosen:
     parts: Mapping[Role, Choice]
     evaluators: tuple[Choice, ...]
     transforms: tuple[Choice, ...]
+    inner: tuple[Choice, ...]
 
 
 def compose(cells: Iterable[Cell], catalogue: Catalogue, *, machine: MachineFacts | None = None) -> list[CellPlan]:
@@ -163,7 +165,10 @@ class _Chooser:
         for role, choice in given.items():
             self._check_files(choice, ("parts", role.value), experiment.base, report)
         parts = self._hosted(engine, given, report)
-        return _Chosen(engine, workload, given, parts, evaluators, transforms) if parts is not None else None
+        inner = self._inner(parts.get(Role.DECODER), experiment.base, report) if parts is not None else None
+        if parts is None or inner is None:
+            return None
+        return _Chosen(engine, workload, given, parts, evaluators, transforms, inner)
 
     def _list(self, role: Role, key: str, uses: Sequence[Use], report: Report) -> tuple[Choice, ...] | None:
         choices = [self._choice(role, use, (key, index), report) for index, use in enumerate(uses)]
@@ -182,20 +187,35 @@ class _Chooser:
                 parts[role] = choice
         return parts
 
-    def _choice(self, role: Role, use: Use, path: KeyPath, report: Report) -> Choice | None:
+    def _inner(self, decoder: Choice | None, base: str, report: Report) -> tuple[Choice, ...] | None:
+        """Decoders that the options of others name."""
+        found: list[Choice] = []
+        at: KeyPath = ("parts", Role.DECODER.value)
+        while decoder and isinstance(decoder.options, DecoderOptions) and (named := decoder.options.inner_decoder()):
+            name_at, at = (*at, "decoder"), (*at, "decoder_options")
+            decoder = self._choice(Role.DECODER, Use(named.name, dict(named.options)), at, report, name_at)
+            if decoder is None:
+                return None
+            self._check_files(decoder, at, base, report)
+            found.append(decoder)
+        return tuple(found)
+
+    def _choice(
+        self, role: Role, use: Use, path: KeyPath, report: Report, name_at: KeyPath | None = None
+    ) -> Choice | None:
         key = (role, msgspec.json.encode(use))
         if key not in self._known:
-            choice = self._validated(role, use, path, report)
+            choice = self._validated(role, use, path, report, name_at or (*path, "use"))
             if choice is None:
                 return None
             self._known[key] = choice
         return self._known[key]
 
-    def _validated(self, role: Role, use: Use, path: KeyPath, report: Report) -> Choice | None:
+    def _validated(self, role: Role, use: Use, path: KeyPath, report: Report, name_at: KeyPath) -> Choice | None:
         try:
             registered = self._catalogue.find(role, use.name)
         except UserError as error:
-            report.add((*path, "use"), error.message, self._with_failures(error.hint))
+            report.add(name_at, error.message, self._with_failures(error.hint))
             return None
         options = check_struct(use.options, registered.component.options, path, report)
         return Choice(registered, options) if options is not None else None
@@ -233,11 +253,12 @@ class _Planner:
     """Judges cells; model, machine and sizes are read once per distinct source, device and layout."""
 
     def __init__(self, machine: MachineFacts | None, catalogue: Catalogue) -> None:
-        self._given, self._catalogue = machine, catalogue
+        self._given = machine
         self._machines: dict[str, tuple[MachineFacts, str | None]] = {}
         self._models: dict[bytes, tuple[ResolvedSource, ModelFacts]] = {}
         self._dtyped: dict[tuple[int, str], ModelFacts] = {}
         self._fitter = Fitter()
+        self._drafts = Drafts(catalogue, lambda source, base: self._model(source, base)[1], self._with_dtype)
 
     def plan(self, cell: Cell, chosen: _Chosen) -> CellPlan:
         """Raises `UserError` when the model cannot be found or read."""
@@ -247,13 +268,14 @@ class _Planner:
         dtype = resolve_dtype(experiment.dtype, native.dtype, source, machine.device)
         facts = self._with_dtype(native, dtype)
         problems = [*_unavailable(chosen), *_not_hosted(chosen), *_refused(chosen, facts), *_too_many_outputs(chosen)]
+        decoders = [choice for choice in (chosen.parts.get(Role.DECODER), *chosen.inner) if choice is not None]
+        second, unfit = self._drafts.beside(decoders, Path(experiment.base), facts)
         choices = {Role.ENGINE: chosen.engine, **chosen.parts, Role.WORKLOAD: chosen.workload}
         limits = _stated_limits(experiment.limits)
-        matched = match(choices, chosen.evaluators, facts, machine, chosen.transforms, limits)
+        matched = match(choices, chosen.evaluators, facts, machine, chosen.transforms, limits, chosen.inner)
         parts = {role: matched.choices[role] for role in chosen.parts}
-        second = self._second(chosen, Path(experiment.base), facts)
         sizes = self._fitter.fit(experiment.limits, choices, chosen.evaluators, facts, machine, second)
-        problems += [no_device] if no_device else [*matched.problems, *sizes.problems]
+        problems += [no_device] if no_device else [*matched.problems, *unfit, *sizes.problems]
         reasons = tuple(dict.fromkeys(problems))
         return CellPlan(
             cell=cell, runs=not reasons, reasons=reasons, adapters=matched.adapters,
@@ -263,37 +285,6 @@ class _Planner:
             max_model_len=sizes.max_model_len, max_num_seqs=sizes.max_num_seqs,
             sequences_that_fit=sizes.sequences_that_fit, transforms=matched.transforms,
         )  # fmt: skip
-
-    def _second(self, chosen: _Chosen, base: Path, facts: ModelFacts) -> Second | None:
-        """What a decoder puts beside the target. Raises `UserError` when its model cannot be found or read."""
-        decoder = chosen.parts.get(Role.DECODER)
-        use = decoder.options.second_model() if decoder and isinstance(decoder.options, DecoderOptions) else None
-        if use is None:
-            return None
-        other = facts if use.source is None else self._draft_model(use.source, base)
-        other = self._with_dtype(other, facts.dtype)
-        weights = 0 if use.shares_weights else round(weight_bytes_stored(other, self._draft_bits(use)))
-        return Second(weights, kv_bytes_per_token(other))
-
-    def _draft_model(self, source: str, base: Path) -> ModelFacts:
-        try:
-            return self._model(ModelSource(source=source), base)[1]
-        except UserError as error:
-            message = error.message if error.where is None else f"{error.where}: {error.message}"
-            raise UserError(message, key="parts.decoder.draft", hint=error.hint) from error
-
-    def _draft_bits(self, use: SecondModelUse) -> float | None:
-        if use.quantizer is None:
-            return None
-        try:
-            component = self._catalogue.find(Role.QUANTIZER, use.quantizer).component
-        except UserError as error:
-            raise UserError(error.message, key="parts.decoder.draft_quantizer", hint=error.hint) from error
-        try:
-            return component.weight_bits(msgspec.convert(use.quantizer_options or {}, component.options))
-        except msgspec.ValidationError as error:
-            key = "parts.decoder.draft_quantizer_options"
-            raise UserError(f"options of quantizer {use.quantizer!r}: {error}", key=key) from error
 
     def _machine(self, device: str) -> tuple[MachineFacts, str | None]:
         """The machine, and why the cell cannot run when it lacks the device (then the CPU stands in)."""
@@ -337,7 +328,8 @@ def _stated_limits(limits: Limits) -> Features:
 
 
 def _unavailable(chosen: _Chosen) -> list[str]:
-    everyone = (chosen.engine, *chosen.parts.values(), *chosen.transforms, chosen.workload, *chosen.evaluators)
+    parts = (*chosen.parts.values(), *chosen.inner, *chosen.transforms)
+    everyone = (chosen.engine, *parts, chosen.workload, *chosen.evaluators)
     return [
         f"{choice.component.role.value} {choice.component.name!r} {choice.registered.unavailable}"
         for choice in everyone

@@ -91,10 +91,12 @@ def match(
     machine: MachineFacts,
     transforms: Sequence[Choice] = (),
     limits: Features = frozenset(),
+    inner: Sequence[Choice] = (),
 ) -> Match:
     """Check a mix. `choices` and `transforms` come back with `via` filled in; `model.dtype` is the cell's dtype.
 
-    `limits` are features `limits:KEY`, one for each limit that the experiment states.
+    `inner` are decoders inside the decoder: what they need is checked, too. `limits` are features `limits:KEY`, one
+    for each limit that the experiment states.
     """
     rules = _Rules(choices, transforms, model, machine, limits)
     problems: list[str] = list(rules.model_problems())
@@ -109,8 +111,9 @@ def match(
         via = rules.resolve(Role.TRANSFORM, choice, problems)
         adapted.append(replace(choice, via=via) if via else choice)
         adapters.update(via)
-    for choice in evaluators:
-        rules.resolve(Role.EVALUATOR, choice, problems)
+    for role, others in ((Role.DECODER, inner), (Role.EVALUATOR, evaluators)):
+        for choice in others:
+            rules.resolve(role, choice, problems)
     problems += rules.meaningless()
     return Match(tuple(problems), adapters, matched, tuple(adapted))
 

@@ -47,19 +47,9 @@ def build_self_speculative(options: SelfSpeculativeOptions, context: DecoderCont
 
 def _choice(options: SelfSpeculativeOptions, context: DecoderContext) -> tuple[tuple[int, ...], dict[str, Any]]:
     """Layers to skip, and for the record how they were found."""
-    given = _given(options.skip_layers, context.facts.num_layers)
-    return (given, {}) if given else _searched(options, context)
-
-
-def _given(layers: tuple[int, ...], number: int) -> tuple[int, ...]:
-    wrong = [index for index in layers if index >= number]
-    if wrong or len(set(layers)) != len(layers) or len(layers) == number:
-        raise UserError(
-            f"skip_layers {list(layers)} do not fit a model with layers 0 to {number - 1}",
-            key="parts.decoder.skip_layers",
-            hint="name each layer once, and leave at least one",
-        )
-    return layers
+    for misfit in options.misfits(context.facts):
+        raise UserError(misfit, key="parts.decoder.skip_layers")
+    return (options.skip_layers, {}) if options.skip_layers else _searched(options, context)
 
 
 def _searched(options: SelfSpeculativeOptions, context: DecoderContext) -> tuple[tuple[int, ...], dict[str, Any]]:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from infermix.roles.batch import MAX_TREE_TOKENS
 from infermix.roles.component import Options
-from infermix.roles.decoder import DecoderOptions, SecondModelUse
+from infermix.roles.decoder import DecoderOptions, InnerDecoder, SecondModelUse
 from infermix.toolkit.calibration import CalibrationOptions
 from msgspec import Meta
+
+if TYPE_CHECKING:
+    from infermix.roles.facts import ModelFacts
 
 
 class PromptLookupOptions(Options, frozen=True):
@@ -112,7 +116,7 @@ class DiffusionOptions(Options, frozen=True, kw_only=True):
             raise ValueError("threshold is a probability, which remasking: random does not look at: set one of both")
 
 
-class TokenHealingOptions(Options, frozen=True, kw_only=True):
+class TokenHealingOptions(DecoderOptions, frozen=True, kw_only=True):
     num_tokens: Annotated[
         int, Meta(ge=1, le=8, description="tokens taken off the end of every prompt", extra={"unit": "tokens"})
     ] = 1
@@ -121,9 +125,16 @@ class TokenHealingOptions(Options, frozen=True, kw_only=True):
     )
     decoder_options: Annotated[dict[str, Any], Meta(description="options of that decoder")] = {}
 
+    def __post_init__(self) -> None:
+        if self.decoder == "token_healing":
+            raise ValueError("token_healing inside token_healing: raise num_tokens instead")
+
     @property
     def drafts(self) -> bool:
         return self.decoder != "autoregressive"
+
+    def inner_decoder(self) -> InnerDecoder:
+        return InnerDecoder(self.decoder, self.decoder_options)
 
 
 class BeamOptions(DecoderOptions, frozen=True, kw_only=True):
@@ -174,6 +185,14 @@ class SelfSpeculativeOptions(DraftModelOptions, frozen=True, kw_only=True):
         CalibrationOptions, Meta(description="text on which drafts should agree with the whole model")
     ] = CalibrationOptions(num_samples=4, sample_tokens=64)
 
+    def misfits(self, facts: ModelFacts) -> Iterator[str]:
+        given, number = self.skip_layers, facts.num_layers
+        if any(index >= number for index in given) or len(set(given)) != len(given) or len(given) == number:
+            yield (
+                f"skip_layers {list(given)} do not fit a model with layers 0 to {number - 1}: name each layer once, "
+                "and leave at least one"
+            )
+
     def second_model(self) -> SecondModelUse:
         return SecondModelUse(shares_weights=True)
 
@@ -191,6 +210,10 @@ class SpeculativeOptions(DraftModelOptions, frozen=True, kw_only=True):
         str | None, Meta(description="quantizer of the draft model: a smaller copy of the target as its draft")
     ] = None
     draft_quantizer_options: Annotated[dict[str, Any], Meta(description="options of that quantizer")] = {}
+
+    def __post_init__(self) -> None:
+        if self.draft_quantizer_options and self.draft_quantizer is None:
+            raise ValueError("draft_quantizer_options need a draft_quantizer, whose options they are")
 
     def second_model(self) -> SecondModelUse:
         source = None if self.draft == "target" else self.draft

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 from infermix.hookspecs import hookimpl
-from infermix.roles.component import Component, Features, Options, Role
+from infermix.roles.component import Component, Features, Role
+from infermix.roles.decoder import DecoderOptions, InnerDecoder
 from msgspec import Meta
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ class RegexConstraint(
     pattern: Annotated[str, Meta(min_length=1, description="regular expression")]
 
 
-class ConstrainedOptions(Options, frozen=True, kw_only=True):
+class ConstrainedOptions(DecoderOptions, frozen=True, kw_only=True):
     constraint: Annotated[JsonConstraint | RegexConstraint, Meta(description="what every output has to be")]
     decoder: Annotated[str, Meta(min_length=1, description="decoder that works under the constraint")] = (
         "autoregressive"
@@ -43,6 +44,9 @@ class ConstrainedOptions(Options, frozen=True, kw_only=True):
     @property
     def drafts(self) -> bool:
         return self.decoder != "autoregressive"
+
+    def inner_decoder(self) -> InnerDecoder:
+        return InnerDecoder(self.decoder, self.decoder_options)
 
 
 def _build(options: ConstrainedOptions, context: DecoderContext) -> Any:

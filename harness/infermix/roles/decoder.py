@@ -10,7 +10,7 @@ import msgspec
 from infermix.roles.component import Options
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Mapping
     from collections.abc import Sequence as Seq
     from pathlib import Path
 
@@ -34,11 +34,27 @@ class SecondModelUse:
     shares_weights: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class InnerDecoder:
+    """A decoder that options name, in their keys `decoder` and `decoder_options`."""
+
+    name: str
+    options: Mapping[str, Any]
+
+
 class DecoderOptions(Options, frozen=True, kw_only=True):
     """Base of the options of decoders that read files, or need more of the engine than one row per sequence."""
 
     def check(self, base: Path) -> None:
         """Raises `UserError` where files that the options name (relative to `base`) are not there."""
+
+    def misfits(self, facts: ModelFacts) -> Iterator[str]:
+        """One sentence for each reason why a model of these facts cannot be decoded so."""
+        yield from ()
+
+    def inner_decoder(self) -> InnerDecoder | None:
+        """The decoder that this one changes."""
+        return None
 
     def second_model(self) -> SecondModelUse | None:
         """The model that runs beside the target, with KV of its own."""
