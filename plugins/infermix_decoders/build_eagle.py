@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -86,24 +87,40 @@ def _shape(config: dict[str, Any], folder: Path, *, bias: bool) -> EagleShape:
     width, heads = number_of(config, "hidden_size", folder), number_of(config, "num_attention_heads", folder)
     if number_of(config, "num_hidden_layers", folder, 1) != 1:
         raise Unsupported(f"{folder}: a draft of several layers; EAGLE's has one")
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
-        raise Unsupported(f"{folder}: positions of the draft layer are scaled ({kind}), which is not implemented")
+    if config.get("hidden_act", "silu") != "silu":
+        raise Unsupported(f"{folder}: hidden_act is {config['hidden_act']!r}, EAGLE's layer has silu")
+    kv_heads = number_of(config, "num_key_value_heads", folder, heads)
+    head_dim = number_of(config, "head_dim", folder, max(1, width // heads))
+    for name, value, unit in (("num_attention_heads", heads, kv_heads), ("head_dim", head_dim, 2)):
+        if value % unit:
+            where = str(folder / "config.json")
+            raise UserError(f"{name} is {value}, which {unit} does not divide", where=where, key=name)
     return EagleShape(
         width=width,
         intermediate=number_of(config, "intermediate_size", folder),
         num_heads=heads,
-        num_kv_heads=number_of(config, "num_key_value_heads", folder, heads),
-        head_dim=number_of(config, "head_dim", folder, max(1, width // heads)),
-        rope_theta=_positive(config.get("rope_theta", rope.get("rope_theta", 10000.0)), "rope_theta", folder),
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        rope_theta=_rope_theta(config, folder),
         eps=_positive(config.get("rms_norm_eps", 1e-6), "rms_norm_eps", folder),
         bias=bias,
     )
 
 
+def _rope_theta(config: dict[str, Any], folder: Path) -> float:
+    """Raises `UserError` for no such number, `Unsupported` where positions are scaled."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        where = str(folder / "config.json")
+        raise UserError(f"rope_scaling is {rope!r}, expected an object", where=where, key="rope_scaling")
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind != "default":
+        raise Unsupported(f"{folder}: positions of the draft layer are scaled ({kind}), which is not implemented")
+    return _positive(config.get("rope_theta", rope.get("rope_theta", 10000.0)), "rope_theta", folder)
+
+
 def _positive(value: Any, name: str, folder: Path) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         where = str(folder / "config.json")
         raise UserError(f"{name} is {value!r}, expected a number above 0", where=where, key=name)
     return float(value)

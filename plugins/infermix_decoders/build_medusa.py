@@ -74,15 +74,15 @@ def load_medusa(folder: Path, output: torch.Tensor) -> tuple[MedusaHeads, list[l
     heads.load_state_dict(tensors, assign=True)
     heads.to(output.device, output.dtype).requires_grad_(False)
     accuracy = config.get("medusa_accuracy") or assumed_accuracy(num_heads, min(NUM_RANKS, vocab_size))
-    return heads, _checked(accuracy, num_heads, folder)
+    return heads, _checked(accuracy, num_heads, vocab_size, folder)
 
 
-def _checked(accuracy: Any, num_heads: int, folder: Path) -> list[list[float]]:
+def _checked(accuracy: Any, num_heads: int, vocab_size: int, folder: Path) -> list[list[float]]:
     rows = accuracy if isinstance(accuracy, list) else []
-    good = len(rows) == num_heads and all(isinstance(row, list) and row for row in rows)
+    good = len(rows) == num_heads and all(isinstance(row, list) and 0 < len(row) <= vocab_size for row in rows)
     if not good or not all(isinstance(each, int | float) and 0 <= each <= 1 for row in rows for each in row):
         raise UserError(
-            f"medusa_accuracy must be {num_heads} lists of shares between 0 and 1",
+            f"medusa_accuracy must be {num_heads} lists of 1 to {vocab_size} shares between 0 and 1",
             where=str(folder / "config.json"),
             key="medusa_accuracy",
         )

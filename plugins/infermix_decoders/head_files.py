@@ -65,7 +65,7 @@ def read_tensors(folder: Path, names: tuple[str, ...], key: str) -> dict[str, Te
 
 
 def check_shapes(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], folder: Path, key: str) -> None:
-    """Raises `UserError` unless all of `wanted` is there in its shape, and nothing else."""
+    """Raises `UserError` unless all of `wanted` is there in its shape, as real numbers, and nothing else."""
     missing = [name for name in wanted if name not in found]
     unknown = [name for name in found if name not in wanted]
     for what, names in (("is missing", missing), ("belongs to no part of it", unknown)):
@@ -77,6 +77,11 @@ def check_shapes(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], fold
                 f"tensor {name!r} has shape {list(found[name].shape)}, the model needs {list(tensor.shape)}",
                 where=str(folder), key=key, hint="these heads were made for another model",
             )  # fmt: skip
+        if not found[name].is_floating_point():
+            dtype = str(found[name].dtype).removeprefix("torch.")
+            raise UserError(
+                f"tensor {name!r} holds {dtype}, heads need floating-point numbers", where=str(folder), key=key
+            )
 
 
 def write_heads(folder: Path, name: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:

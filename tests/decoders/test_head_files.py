@@ -77,6 +77,7 @@ def test_heads_of_another_model_are_refused(tmp_path: Path) -> None:
         ({"medusa_num_heads": 2}, "belongs to no part"),
         ({"medusa_num_heads": 4}, "is missing"),
         ({"medusa_accuracy": [[0.5], [2.0], [0.1]]}, "shares between 0 and 1"),
+        ({"medusa_accuracy": [[0.01] * 97] * 3}, "3 lists of 1 to 96 shares"),
     ],
 )
 def test_a_config_that_does_not_fit_is_told(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
@@ -94,6 +95,34 @@ def test_an_eagle_layer_that_is_computed_otherwise_is_refused(tmp_path: Path) ->
     change_config(tmp_path, rope_scaling=None, num_hidden_layers=2)
     with pytest.raises(Unsupported, match="several layers"):
         load_eagle(tmp_path, OUTPUT)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rope_scaling": "linear"}, "rope_scaling is 'linear', expected an object"),
+        ({"rope_theta": float("nan")}, "rope_theta is nan, expected a number above 0"),
+        ({"rms_norm_eps": float("inf")}, "rms_norm_eps is inf"),
+        ({"num_key_value_heads": 3}, "num_attention_heads is 4, which 3 does not divide"),
+        ({"num_attention_heads": 64, "num_key_value_heads": 32, "head_dim": 1}, "head_dim is 1, which 2 does not"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+    ],
+)
+def test_a_config_of_no_eagle_layer_is_told(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    write_eagle(tmp_path, width=64)
+    change_config(tmp_path, **changes)
+    with pytest.raises((UserError, Unsupported), match=message):
+        load_eagle(tmp_path, OUTPUT)
+
+
+@pytest.mark.parametrize("write", [write_medusa, write_eagle])
+def test_whole_numbers_are_no_heads(tmp_path: Path, write: Callable[..., None]) -> None:
+    medusa = write is write_medusa
+    write(tmp_path, width=64, **({"vocab_size": 96} if medusa else {}))
+    (path,) = tmp_path.glob("*.safetensors")
+    save_file({name: tensor.to(torch.int32) for name, tensor in load_file(path).items()}, path)
+    with pytest.raises(UserError, match="holds int32, heads need floating-point numbers"):
+        (load_medusa if medusa else load_eagle)(tmp_path, OUTPUT)
 
 
 def test_no_folder(tmp_path: Path) -> None:
