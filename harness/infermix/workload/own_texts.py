@@ -23,9 +23,12 @@ def write_texts(path: Path, texts: Sequence[OwnOutput], about: Mapping[str, Any]
 def read_texts(path: Path, about: Mapping[str, Any], vocab_size: int) -> list[OwnOutput]:
     """Raises `UserError` for a broken file, ids beyond the vocabulary, and when the file was made `about` another."""
     try:
-        first, *rest = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     except (OSError, UnicodeDecodeError, ValueError) as error:
         raise UserError(f"cannot be read: {error}", where=str(path)) from None
+    if not lines:
+        raise UserError("is empty", where=str(path), hint="remove it, and it is written")
+    first, *rest = lines
     found = first.get("about") if isinstance(first, dict) else None
     if found != dict(about):
         hint = "name another file, which is then written, or give what this one was made with"
