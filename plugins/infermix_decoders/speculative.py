@@ -101,6 +101,7 @@ class DraftModel:
             shadow = Sequence(sequence.seq_id, sequence.request, sequence.tokens, sequence.num_prompt_tokens)
             self._shadows[sequence.seq_id] = shadow
         shadow.lane, shadow.num_inflight = sequence.lane, 0
+        self._second.sampler.forget(shadow.lane)  # it saw drafts that did not stay, and not what came instead
         # After a full acceptance the draft lags by two tokens; it always computes two, so that steps are alike.
         shadow.num_computed = max(0, min(shadow.num_computed, len(sequence.tokens) - 2))
         return shadow

@@ -40,3 +40,14 @@ def test_layers_of_a_target_with_rounded_activations(build_engine: Build) -> Non
     found = generate(engine, requests({}))
     assert all(len(found[each.request_id]) <= each.sampling.max_new_tokens for each in requests({}))
     assert engine.report().counters["accepted_draft_tokens"] > 0
+
+
+@pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
+def test_drafts_know_what_penalties_see(build_engine: Build, acceptance: str) -> None:
+    """The target as its own draft: greedy drafts are what it says itself, penalised for the same tokens."""
+    wanted = requests({"repetition_penalty": 1.3})
+    options = {"draft": "target", "acceptance": acceptance}
+    engine = build_engine(parts={"decoder": ("speculative", options)})
+    assert generate(engine, wanted) == generate(build_engine(), wanted)
+    counters = engine.report().counters
+    assert counters["accepted_draft_tokens"] == counters["draft_tokens"] > 0
