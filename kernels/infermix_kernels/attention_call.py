@@ -77,12 +77,18 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What is computed besides softmax(q k) v."""
+    """What is computed besides softmax(q k) v. Raises `ValueError` for numbers that mean nothing."""
 
     scale: float
     window: int | None
     softcap: float | None
     tree_mask: Tensor | None
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.scale):
+            raise ValueError(f"scale is {self.scale}, must be finite")
+        if self.softcap is not None and not (math.isfinite(self.softcap) and self.softcap > 0):
+            raise ValueError(f"softcap is {self.softcap}, must be above 0 and finite, or None for none")
 
     def numbers(self) -> tuple[float, float, int]:
         """Score factor and softcap in base 2, window."""

@@ -52,6 +52,8 @@ def _arguments() -> dict[str, object]:
         ({"block_tables": torch.zeros(1, 2, dtype=torch.int32)}, "fewer rows"),
         ({"block_tables": None, "max_context_len": 17}, "rows of 16 tokens"),
         ({"window": 0}, "window is 0"),
+        ({"softcap": 0.0}, "softcap is 0.0, must be above 0"),
+        ({"scale": float("nan")}, "scale is nan, must be finite"),
         ({"sinks": torch.zeros(2)}, "sinks has shape"),
         ({"tree_mask": torch.zeros(4, dtype=torch.int64), "window": 4}, "tree mask and a window"),
         ({"tree_mask": torch.zeros(4, dtype=torch.int64), "max_query_len": 65}, "at most 64"),

@@ -62,6 +62,8 @@ def test_pools_that_do_not_fit_are_refused(changes: dict[str, Any], message: str
         ({"tail_rows": torch.zeros(1, dtype=torch.int32)}, "tail_rows has fewer rows"),
         ({"block_tables": torch.zeros(2, 1, dtype=torch.int32)}, "max_context_len is 70"),
         ({"window": 0}, "window is 0"),
+        ({"softcap": 0.0}, "softcap is 0.0, must be above 0"),
+        ({"scale": float("nan")}, "scale is nan, must be finite"),
         ({"sinks": torch.zeros(2)}, "sinks must be"),
         ({"out": torch.zeros(4, 4, 16)}, "out has shape"),
         ({"context_lens": torch.tensor([70, 3])}, "context_lens is torch.int64, must be int32"),
