@@ -56,6 +56,19 @@ def test_with_every_layout_and_scheduler(build_engine: Build, decoder: Any, layo
     assert generate(engine, requests(sampling)) == plain
 
 
+@pytest.mark.parametrize(
+    "kv", ["quantized", ("kivi", {"group_size": 8, "residual_length": 16, "block_size": 8})], ids=str
+)
+@pytest.mark.parametrize(
+    "decoder", [("speculative", {"draft": "target"}), ("self_speculative", {"skip_layers": [1]})]
+)
+def test_a_draft_model_may_have_quantized_kv(build_engine: Build, decoder: Any, kv: Any) -> None:
+    """Its self-check allows for what the layout says it loses, as that of the target does."""
+    engine = build_engine(parts={"decoder": decoder, "kv": kv})
+    assert all(generate(engine, requests({})).values())
+    assert engine.report().counters["accepted_draft_tokens"] > 0
+
+
 @pytest.mark.parametrize("decoder", DRAFTING, ids=_name)
 def test_under_preemption(build_engine: Build, decoder: Any) -> None:
     """A pool of 11 blocks for seven requests: sequences lose their KV and start over."""
