@@ -32,7 +32,7 @@ class PagedOptions(Options, frozen=True):
 
 
 class RtnOptions(Options, frozen=True):
-    bits: Annotated[Literal[8, 4], Meta(description="bits of a stored weight", extra={"unit": "bits"})] = 8
+    bits: Annotated[Literal[8, 4, 3, 2], Meta(description="bits of a stored weight", extra={"unit": "bits"})] = 8
     granularity: Annotated[
         Literal["tensor", "channel", "group"],
         Meta(description="what shares a scale: the whole matrix, an output row, or group_size weights of a row"),
@@ -304,7 +304,7 @@ def infermix_quantizer() -> list[Component]:
             name="rtn",
             needs=_rtn_needs,
             role=Role.QUANTIZER,
-            summary="round to nearest, 8 or 4 bits, dequantized in every forward",
+            summary="round to nearest, 8, 4, 3 or 2 bits, dequantized in every forward",
             build=_build_rtn,
             options=RtnOptions,
             requires=("torch",),

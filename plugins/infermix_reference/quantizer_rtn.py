@@ -1,4 +1,4 @@
-"""Quantizer `rtn`: weights rounded to the nearest of 256 or 16 levels, no calibration."""
+"""Quantizer `rtn`: weights rounded to the nearest of 256, 16, 8 or 4 levels, no calibration."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from infermix.errors import UserError
 from infermix.roles.quantizer import QuantizerContext
-from infermix.toolkit.linears import QuantizedLinear, find_linears, pack_nibbles, unpack_nibbles
+from infermix.toolkit.linears import QuantizedLinear, find_linears, pack_columns, unpack_columns
 from infermix_reference.quantizer_rtn import RtnQuantizer, round_to_nearest
 from torch import nn
 
@@ -26,7 +26,7 @@ def _model(width: int = 64) -> nn.Module:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [8, 4, 3, 2])
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize(("groups", "per_tensor"), [(1, True), (1, False), (4, False)])
 def test_error_is_at_most_half_a_scale(
@@ -58,11 +58,13 @@ def test_zeros_stay_zeros() -> None:
 
 
 @pytest.mark.parametrize("columns", [1, 2, 7, 64])
-def test_four_bits_take_half_a_byte(columns: int) -> None:
-    q = torch.randint(0, 16, (5, columns), dtype=torch.uint8)
-    packed = pack_nibbles(q)
-    assert packed.shape == (5, -(-columns // 2))
-    assert torch.equal(unpack_nibbles(packed, columns), q)
+@pytest.mark.parametrize("bits", [8, 4, 3, 2])
+def test_packed_columns_come_back(bits: int, columns: int) -> None:
+    q = torch.randint(2**bits, (5, columns), dtype=torch.uint8)
+    packed = pack_columns(q, bits)
+    sizes = {8: columns, 4: -(-columns // 2), 3: -(-columns // 4) + -(-columns // 8), 2: -(-columns // 4)}
+    assert packed.shape == (5, sizes[bits])
+    assert torch.equal(unpack_columns(packed, bits, columns), q)
 
 
 @pytest.mark.parametrize(

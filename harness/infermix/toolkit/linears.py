@@ -129,11 +129,11 @@ def _matrices(name: str, module: nn.Module) -> Iterator[str]:
 
 
 class QuantizedLinear(nn.Module):
-    """Integers of 8 or 4 bits with scales, dequantized in every forward: `w = (q - zero) * scale`.
+    """Integers of 8, 4, 3 or 2 bits with scales, dequantized in every forward: `w = (q - zero) * scale`.
 
-    `packed [out, in]` (8 bits) or `[out, ceil(in / 2)]` (4 bits: the low nibbles hold the first half of the columns)
-    uint8; `scale [1 or out, groups]` in a 16-bit dtype; `zero` of the same shape uint8, or `None` for the middle of
-    the range. `groups` equal parts of a row share a scale.
+    `packed [out, in]` uint8 (8 bits), or what `pack_columns` makes of it; `scale [1 or out, groups]` in a 16-bit
+    dtype; `zero` of the same shape uint8, or `None` for the middle of the range. `groups` equal parts of a row share
+    a scale.
     """
 
     packed: Tensor
@@ -143,10 +143,10 @@ class QuantizedLinear(nn.Module):
     def __init__(self, q: Tensor, scale: Tensor, zero: Tensor | None, *, bits: int, bias: Tensor | None) -> None:
         """`q [out, in]` uint8, below `2 ** bits`."""
         super().__init__()
-        assert bits in (4, 8)
+        assert bits in (2, 3, 4, 8)
         self.out_features, self.in_features = q.shape
         self.bits = bits
-        self.register_buffer("packed", pack_nibbles(q) if bits == 4 else q)
+        self.register_buffer("packed", pack_columns(q, bits))
         self.register_buffer("scale", scale)
         self.register_buffer("zero", zero)
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
@@ -159,7 +159,7 @@ class QuantizedLinear(nn.Module):
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """`[out, in]`."""
-        q = unpack_nibbles(self.packed, self.in_features) if self.bits == 4 else self.packed
+        q = unpack_columns(self.packed, self.bits, self.in_features)
         weight = q.to(dtype).view(self.out_features, self.scale.shape[1], -1)
         weight -= 2 ** (self.bits - 1) if self.zero is None else self.zero.to(dtype)[:, :, None]
         weight *= self.scale.to(dtype)[:, :, None]
@@ -172,13 +172,28 @@ class QuantizedLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, bits={self.bits}"
 
 
-def pack_nibbles(q: Tensor) -> Tensor:
-    """`[out, n]` uint8 below 16 -> `[out, ceil(n / 2)]`; column j pairs with column j + ceil(n / 2)."""
-    half = -(-q.shape[1] // 2)
-    low, high = q[:, :half], q[:, half:]
-    return low | (F.pad(high, (0, half - high.shape[1])) << 4)
+def pack_columns(q: Tensor, bits: int) -> Tensor:
+    """`[out, n]` uint8 below `2 ** bits` -> `[out, ceil(n * bits / 8)]`, the columns in equal parts side by side.
+
+    With 4 bits column j shares a byte with column j + ceil(n / 2), the first part in the low bits; 3 bits are the two
+    low ones, packed that way, and behind them the third.
+    """
+    if bits == 3:
+        return torch.cat((pack_columns(q & 3, 2), pack_columns(q >> 2, 1)), dim=1)
+    count, width = 8 // bits, -(-q.shape[1] * bits // 8)
+    parts = F.pad(q, (0, count * width - q.shape[1])).unflatten(1, (count, width))
+    packed = parts[:, 0].clone()
+    for index in range(1, count):
+        packed |= parts[:, index] << index * bits
+    return packed
 
 
-def unpack_nibbles(packed: Tensor, num_columns: int) -> Tensor:
-    """The inverse of `pack_nibbles`."""
-    return torch.cat((packed & 15, packed >> 4), dim=1)[:, :num_columns]
+def unpack_columns(packed: Tensor, bits: int, num_columns: int) -> Tensor:
+    """The inverse of `pack_columns`."""
+    if bits == 8:
+        return packed
+    if bits == 3:
+        low, high = packed.split([-(-num_columns // 4), -(-num_columns // 8)], dim=1)
+        return unpack_columns(low, 2, num_columns) | unpack_columns(high, 1, num_columns) << 2
+    parts = [(packed >> shift) & (2**bits - 1) for shift in range(0, 8, bits)]
+    return torch.cat(parts, dim=1)[:, :num_columns]
