@@ -51,3 +51,13 @@ def test_drafts_know_what_penalties_see(build_engine: Build, acceptance: str) ->
     assert generate(engine, wanted) == generate(build_engine(), wanted)
     counters = engine.report().counters
     assert counters["accepted_draft_tokens"] == counters["draft_tokens"] > 0
+
+
+def test_rejection_does_not_look_at_the_company(build_engine: Build) -> None:
+    """Rounds of a fixed length begin where they would begin for the request alone."""
+    wanted = requests({"temperature": 0.9})
+    drafting = ("speculative", {"draft": "target", "draft_quantizer": "rtn"})
+    together = generate(build_engine(parts={"decoder": drafting}), wanted)
+    alone = build_engine(parts={"decoder": drafting, "scheduler": ("static", {"batch_size": 1})})
+    assert generate(alone, list(reversed(wanted))) == together
+    assert generate(build_engine(), wanted) != together
