@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from infermix.toolkit.packed_columns import pack_columns, unpack_columns
 from torch import Tensor, nn
 
-from infermix_quant.bits import pack_bits, unpack_bits
 from infermix_quant.grid import Quantized
 
 
@@ -43,14 +43,14 @@ class GroupedLinear(QuantLinear):
         self.bits = weight.bits
         order = column_order(weight)
         q = weight.q if order is None else weight.q[:, order]
-        self.register_buffer("packed", pack_bits(q, weight.bits))
+        self.register_buffer("packed", pack_columns(q, weight.bits))
         self.register_buffer("scale", weight.scale.contiguous())
         self.register_buffer("zero", weight.zero)
         self.register_buffer("order", None if order is None else order.to(torch.int32))
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """`[out, in]`, columns as they are stored."""
-        q = unpack_bits(self.packed, self.bits, self.in_features).to(dtype)
+        q = unpack_columns(self.packed, self.bits, self.in_features).to(dtype)
         weight = q.view(self.out_features, self.scale.shape[1], -1)
         weight -= 2 ** (self.bits - 1) if self.zero is None else self.zero.to(dtype)[:, :, None]
         weight *= self.scale.to(dtype)[:, :, None]
@@ -58,7 +58,7 @@ class GroupedLinear(QuantLinear):
 
     def unpacked(self) -> Quantized:
         """What it was made of, columns in the order of x."""
-        q, group = unpack_bits(self.packed, self.bits, self.in_features), None
+        q, group = unpack_columns(self.packed, self.bits, self.in_features), None
         if self.order is not None:
             back = torch.argsort(self.order.long())
             q, group = q[:, back], back // (self.in_features // self.scale.shape[1])

@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 from infermix.errors import UserError
 from infermix.toolkit.linears import FoundLinear
+from infermix.toolkit.packed_columns import pack_columns, unpack_columns
 from torch import Tensor
 from torch.nn import functional as F
 
-from infermix_quant.bits import pack_bits, unpack_bits
 from infermix_quant.linear_grouped import QuantLinear
 
 #: The sixteen values of appendix E.
@@ -51,7 +51,7 @@ class Nf4Linear(QuantLinear):
         blocks = weight.detach().float().reshape(-1, block_size)
         absmax = blocks.abs().amax(dim=1)
         codes = nearest_codes(blocks / absmax.clamp_min(1e-30)[:, None])
-        self.register_buffer("packed", pack_bits(codes.view(weight.shape), 4))
+        self.register_buffer("packed", pack_columns(codes.view(weight.shape), 4))
         integers, scale, mean = (absmax, None, None) if scale_block is None else _quantize_scales(absmax, scale_block)
         self.register_buffer("absmax", integers)
         self.register_buffer("absmax_scale", scale)
@@ -73,7 +73,7 @@ class Nf4Linear(QuantLinear):
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """`[out, in]`."""
-        codes = unpack_bits(self.packed, 4, self.in_features)
+        codes = unpack_columns(self.packed, 4, self.in_features)
         values = self.table.index_select(0, codes.flatten().int()).view(-1, self._block_size)
         return (values * self.scales()[:, None]).to(dtype).view(self.out_features, self.in_features)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from infermix.errors import UserError
 from infermix.roles.quantizer import QuantizerContext
-from infermix.toolkit.linears import QuantizedLinear, find_linears, pack_columns, unpack_columns
+from infermix.toolkit.linears import QuantizedLinear, find_linears
 from infermix_reference.quantizer_rtn import RtnQuantizer, round_to_nearest
 from torch import nn
 
@@ -55,16 +55,6 @@ def test_zeros_stay_zeros() -> None:
             torch.zeros(2, 8), bits=4, num_groups=2, per_tensor=False, symmetric=symmetric
         )
         assert not QuantizedLinear(q, scale, zero, bits=4, bias=None).dequantize(torch.float32).any()
-
-
-@pytest.mark.parametrize("columns", [1, 2, 7, 64])
-@pytest.mark.parametrize("bits", [8, 4, 3, 2])
-def test_packed_columns_come_back(bits: int, columns: int) -> None:
-    q = torch.randint(2**bits, (5, columns), dtype=torch.uint8)
-    packed = pack_columns(q, bits)
-    sizes = {8: columns, 4: -(-columns // 2), 3: -(-columns // 4) + -(-columns // 8), 2: -(-columns // 4)}
-    assert packed.shape == (5, sizes[bits])
-    assert torch.equal(unpack_columns(packed, bits, columns), q)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import torch
 from infermix.errors import UserError
 from infermix.roles.quantizer import QuantizerContext
 from infermix.toolkit.conformance.quantizer import calibration_model
-from infermix_quant.bits import pack_bits, unpack_bits
+from infermix.toolkit.packed_columns import pack_columns, unpack_columns
 from infermix_quant.gptq import GptqSettings, gptq, output_error
 from infermix_quant.grid import fit_grid, round_groups
 from infermix_quant.linear_grouped import GroupedLinear
@@ -31,8 +31,8 @@ def _weight(features: int, width: int) -> torch.Tensor:
 @pytest.mark.parametrize("columns", [1, 5, 64, 67])
 def test_packing_round_trip(bits: int, columns: int) -> None:
     q = torch.randint(0, 2**bits, (3, columns), dtype=torch.uint8)
-    packed = pack_bits(q, bits)
-    assert torch.equal(unpack_bits(packed, bits, columns), q)
+    packed = pack_columns(q, bits)
+    assert torch.equal(unpack_columns(packed, bits, columns), q)
     assert packed.shape[1] <= -(-columns * bits // 8) + 1
 
 

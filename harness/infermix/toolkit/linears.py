@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from infermix.errors import UserError
+from infermix.toolkit.packed_columns import pack_columns, unpack_columns
 
 
 @dataclass(frozen=True)
@@ -170,30 +171,3 @@ class QuantizedLinear(nn.Module):
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bits={self.bits}"
-
-
-def pack_columns(q: Tensor, bits: int) -> Tensor:
-    """`[out, n]` uint8 below `2 ** bits` -> `[out, ceil(n * bits / 8)]`, the columns in equal parts side by side.
-
-    With 4 bits column j shares a byte with column j + ceil(n / 2), the first part in the low bits; 3 bits are the two
-    low ones, packed that way, and behind them the third.
-    """
-    if bits == 3:
-        return torch.cat((pack_columns(q & 3, 2), pack_columns(q >> 2, 1)), dim=1)
-    count, width = 8 // bits, -(-q.shape[1] * bits // 8)
-    parts = F.pad(q, (0, count * width - q.shape[1])).unflatten(1, (count, width))
-    packed = parts[:, 0].clone()
-    for index in range(1, count):
-        packed |= parts[:, index] << index * bits
-    return packed
-
-
-def unpack_columns(packed: Tensor, bits: int, num_columns: int) -> Tensor:
-    """The inverse of `pack_columns`."""
-    if bits == 8:
-        return packed
-    if bits == 3:
-        low, high = packed.split([-(-num_columns // 4), -(-num_columns // 8)], dim=1)
-        return unpack_columns(low, 2, num_columns) | unpack_columns(high, 1, num_columns) << 2
-    parts = [(packed >> shift) & (2**bits - 1) for shift in range(0, 8, bits)]
-    return torch.cat(parts, dim=1)[:, :num_columns]

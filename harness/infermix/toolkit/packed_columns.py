@@ -10,7 +10,7 @@ from torch import Tensor
 _PLANES = {2: (2,), 3: (2, 1), 4: (4,), 8: (8,)}
 
 
-def pack_bits(q: Tensor, bits: int) -> Tensor:
+def pack_columns(q: Tensor, bits: int) -> Tensor:
     """`q [N, K]` uint8 below `2 ** bits` (2, 3, 4 or 8) -> uint8 `[N, about K * bits / 8]`.
 
     A plane of width w packs `8 / w` columns in a byte, which lie `ceil(K * w / 8)` apart; planes follow one another.
@@ -22,8 +22,8 @@ def pack_bits(q: Tensor, bits: int) -> Tensor:
     return torch.cat(planes, dim=1)
 
 
-def unpack_bits(packed: Tensor, bits: int, num_columns: int) -> Tensor:
-    """The inverse of `pack_bits`."""
+def unpack_columns(packed: Tensor, bits: int, num_columns: int) -> Tensor:
+    """The inverse of `pack_columns`."""
     q, shift, start = torch.zeros((), dtype=torch.uint8, device=packed.device), 0, 0
     for width in _PLANES[bits]:
         size = -(-num_columns * width // 8)
