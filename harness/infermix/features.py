@@ -68,6 +68,10 @@ _MEANINGLESS: tuple[tuple[tuple[str, ...], str], ...] = (
         "what the decoder knows of a prompt is not handed over from worker to worker",
     ),
     (
+        ("decoder:draft_model", "kv:drops_decoding"),
+        "what the layout drops while the draft model runs ahead does not come back when its drafts are rejected",
+    ),
+    (
         ("decoder:search", "scheduler:swap"),
         "rows of a search are not swapped to the host: use preemption: recompute",
     ),

@@ -38,6 +38,11 @@ def _drafts(options: Any, model: ModelFacts, machine: MachineFacts) -> Features:
     return frozenset({"decoder:drafts"})
 
 
+def _drafts_by_model(options: Any, model: ModelFacts, machine: MachineFacts) -> Features:
+    """A draft model computes its drafts one after the other, and takes back those that are rejected."""
+    return frozenset({"decoder:drafts", "decoder:draft_model"})
+
+
 def _build_prompt_lookup(options: PromptLookupOptions, context: DecoderContext) -> Any:
     from infermix.toolkit.verification import VerifyingDecoder
 
@@ -209,7 +214,7 @@ COMPONENTS = (
         options=SelfSpeculativeOptions,
         requires=("torch", "transformers"),
         needs=_needs_truncate,
-        provides=_drafts,
+        provides=_drafts_by_model,
     ),
     Component(
         name="speculative",
@@ -219,7 +224,7 @@ COMPONENTS = (
         options=SpeculativeOptions,
         requires=("torch",),
         needs=_needs_truncate,
-        provides=_drafts,
+        provides=_drafts_by_model,
     ),
     Component(
         name="synthetic_acceptance",

@@ -10,6 +10,7 @@ from msgspec import Meta
 if TYPE_CHECKING:
     from infermix.roles.facts import MachineFacts, ModelFacts
 
+_SCORED = ("view:paged", "kv:paged", "kv:truncate", "kv:fork", "kv:swap")
 RING_FEATURES = ("view:paged", "kv:paged", "kv:truncate", "kv:fork", "kv:swap", "kv:preallocated")
 
 BlockSize = Annotated[int, Meta(ge=1, le=4096, description="tokens in one block", extra={"unit": "tokens"})]
@@ -98,6 +99,11 @@ def _always(*names: str) -> FeatureRule:
     return rule
 
 
+def _snapkv_provides(options: SnapKvOptions, model: ModelFacts, machine: MachineFacts) -> Features:
+    """Decode steps bring one or two tokens: a window that long is observed, and the cache cut, in every step."""
+    return frozenset({*_SCORED, *(("kv:drops_decoding",) if options.observation_window <= 2 else ())})
+
+
 def _gather(options: Any, model: ModelFacts, machine: MachineFacts) -> dict[str, str]:
     return {"view:dense": "gather"}
 
@@ -165,7 +171,6 @@ def _rings() -> list[Component]:
 
 
 def _cuts() -> list[Component]:
-    scored = ("view:paged", "kv:paged", "kv:truncate", "kv:fork", "kv:swap")
     return [
         Component(
             name="sink_window",
@@ -186,7 +191,7 @@ def _cuts() -> list[Component]:
             build=_build_h2o,
             options=H2oOptions,
             requires=("torch",),
-            provides=_always(*scored, "graph:no"),
+            provides=_always(*_SCORED, "kv:drops_decoding", "graph:no"),
             adapters=_gather,
             lossless=lambda options: False,
             source="Zhang et al., H2O: Heavy-Hitter Oracle, 2023",
@@ -198,7 +203,7 @@ def _cuts() -> list[Component]:
             build=_build_snapkv,
             options=SnapKvOptions,
             requires=("torch",),
-            provides=_always(*scored),
+            provides=_snapkv_provides,
             adapters=_gather,
             lossless=lambda options: False,
             source="Li et al., SnapKV: LLM Knows What You are Looking for Before Generation, 2024",

@@ -106,3 +106,14 @@ def test_layouts_that_only_their_own_engine_understands_are_not_handed_over(verd
     (reason,) = verdict(LLAMA, kv, more="engine: disaggregated").reasons
     assert reason.startswith("engine 'disaggregated' needs kv:export, which kv ")
     assert verdict(LLAMA, "quantized", more="engine: disaggregated").reasons == ()
+
+
+@pytest.mark.parametrize(
+    ("kv", "runs"),
+    [("h2o", False), ("{use: snapkv, observation_window: 2}", False), ("snapkv", True), ("quantized", True)],
+)
+def test_a_draft_model_needs_what_it_wrote_to_stay(verdict: Any, kv: str, runs: bool) -> None:
+    by_model = verdict(LLAMA, kv, parts=", decoder: {use: self_speculative, skip_layers: [1]}")
+    assert any("does not come back when its drafts are rejected" in reason for reason in by_model.reasons) != runs
+    assert by_model.runs == runs
+    assert verdict(LLAMA, kv, parts=", decoder: prompt_lookup").runs
