@@ -28,7 +28,7 @@ $(VENV)/.installed: $(VENV)/.created pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[lm-eval,triton,bitsandbytes,torchao,test]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[lm-eval,triton,bitsandbytes,torchao,constrained,test]'
 	touch $@
 
 lint: install-test
