@@ -94,7 +94,7 @@ class KiviSpace(PagedSpace):
         self._rule = rule
         self._free_rows = list(range(shape.max_num_seqs))
         self._rows: dict[int, int] = {}
-        #: Before the last cut.
+        #: Tokens up to which forwards have written the tail, cut ones included.
         self._highest: dict[int, int] = {}
         self._swapped: dict[int, int] = {}
 
@@ -111,18 +111,18 @@ class KiviSpace(PagedSpace):
         """Raises `Unsupported` when the tail no longer holds tokens that are in no quantized group after the cut."""
         if not self._can_cut(seq_id, num_tokens):
             raise Unsupported(
-                f"kv 'kivi' cannot cut sequence {seq_id} from {self._reached(seq_id)} to {num_tokens} tokens: its "
+                f"kv 'kivi' cannot cut sequence {seq_id} from {self._highest[seq_id]} to {num_tokens} tokens: its "
                 f"tail of {self._rule.capacity} takes back {self._rule.max_truncate}; raise residual_length"
             )
-        self._highest[seq_id] = self._reached(seq_id)
         super().truncate(seq_id, num_tokens)
 
-    def _reached(self, seq_id: int) -> int:
-        """The most tokens that the sequence ever had room for: so far its tail may be written."""
-        return max(self._highest[seq_id], self._lengths[seq_id])
+    def place(self, seq_id: int, start: int, stop: int) -> int:
+        """Nothing is dropped; the tail learns how far it is written. A reservation alone writes nothing."""
+        self._highest[seq_id] = max(self._highest[seq_id], stop)
+        return 0
 
     def _can_cut(self, seq_id: int, num_tokens: int) -> bool:
-        overwritten = self._reached(seq_id) - self._rule.capacity
+        overwritten = self._highest[seq_id] - self._rule.capacity
         return self._rule.num_flushed(num_tokens) >= min(overwritten, num_tokens)
 
     def fork(self, parent_id: int, child_id: int, num_tokens: int | None = None) -> list[tuple[int, int]] | None:
@@ -133,7 +133,7 @@ class KiviSpace(PagedSpace):
         if pairs is None:
             return None
         self._rows[child_id] = heapq.heappop(self._free_rows)
-        self._highest[child_id] = self._reached(parent_id)
+        self._highest[child_id] = self._highest[parent_id]
         return [*pairs, (self._row_id(parent_id), self._row_id(child_id))]
 
     def release(self, seq_id: int) -> None:
@@ -145,7 +145,7 @@ class KiviSpace(PagedSpace):
             heapq.heappush(self._free_rows, row)
 
     def swap_out(self, seq_id: int, num_tokens: int) -> BlockMoves | None:
-        highest = self._reached(seq_id)
+        highest = self._highest[seq_id]
         moves = super().swap_out(seq_id, num_tokens)
         if moves is not None:
             self._swapped[seq_id] = highest

@@ -117,6 +117,14 @@ def test_drafts_over_sinks_and_a_window(build_engine: Build, preemption: str) ->
     assert engine._space.usage().allocated_tokens == 0
 
 
+def test_room_that_a_batch_reserves_ahead_is_not_written(build_engine: Build) -> None:
+    """A static batch reserves its longest outputs at once; what drafts may be cut from is what was computed."""
+    kivi = ("kivi", {"group_size": 4, "residual_length": 8, "block_size": 4})
+    decoder = ("jacobi", {"num_draft_tokens": 4})
+    engine = build_engine({"kv": kivi, "decoder": decoder, "scheduler": ("static", {"batch_size": 3})})
+    assert {len(tokens) for tokens in generate(engine, requests((1, 9, 23))).values()} == {30}
+
+
 def test_more_drafts_than_a_layout_takes_back_are_refused(build_engine: Build) -> None:
     """Also for decoders whose drafts the plan does not see, since another one wraps them."""
     kivi = ("kivi", {"group_size": 4, "residual_length": 8, "block_size": 4})

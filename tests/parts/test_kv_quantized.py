@@ -130,7 +130,10 @@ class Lived:
     def batch(self, new: dict[int, int], captured: bool = False, padding: int = 0) -> Batch:
         """`new` tokens per sequence; padded rows behind, as in a captured step."""
         for seq, count in new.items():
-            assert self.space.reserve(seq, self.lengths.get(seq, 0) + count)
+            length = self.lengths.get(seq, 0)
+            assert self.space.reserve(seq, length + count)
+            if hasattr(self.space, "place"):
+                self.space.place(seq, length, length + count)
         query = next(iter(new.values()))
         contexts = [*(self.lengths.get(seq, 0) + count for seq, count in new.items()), *[0] * padding]
         return self._tables(list(new), [*new.values(), *[query] * padding], contexts, captured, padding)
@@ -234,11 +237,12 @@ def test_a_cut_below_the_tail_is_refused() -> None:
     lived.truncate(0, 0)
 
 
-def test_tokens_reserved_one_by_one_overwrite_the_tail_too() -> None:
+def test_tokens_written_one_by_one_overwrite_the_tail_too() -> None:
     space = SMALL.space(SMALL.shape((GROUP,), KVBudget(1, 64, 4)))
     assert space.reserve(0, 16)
     for length in range(16, 32):
         assert space.reserve_next([next_token(0, length)]) == 1
+        space.place(0, length, length + 1)
     with pytest.raises(Unsupported, match="cannot cut sequence 0 from 32 to 15 tokens"):
         space.truncate(0, 15)
     space.truncate(0, 32 - 4)
