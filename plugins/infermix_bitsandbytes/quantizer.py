@@ -10,8 +10,8 @@ import torch
 from bitsandbytes import functional as bnb_functional
 from bitsandbytes.nn import Int8Params, Linear4bit, Linear8bitLt, Params4bit
 from infermix.roles.quantizer import QuantizerContext
-from infermix.toolkit.library_linears import LibraryProduct, LibraryQuantizer
 from infermix.toolkit.linears import FoundLinear
+from infermix.toolkit.wrapped_linears import LibraryProduct, LibraryQuantizer
 from torch import Tensor
 
 if TYPE_CHECKING:

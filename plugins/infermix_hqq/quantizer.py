@@ -9,8 +9,8 @@ import torch
 from hqq.core.quantize import BaseQuantizeConfig, HQQLinear
 from infermix.errors import UserError
 from infermix.roles.quantizer import QuantizerContext
-from infermix.toolkit.library_linears import LibraryProduct, LibraryQuantizer
 from infermix.toolkit.linears import FoundLinear, check_group_size
+from infermix.toolkit.wrapped_linears import LibraryProduct, LibraryQuantizer
 from torch import Tensor
 
 if TYPE_CHECKING:

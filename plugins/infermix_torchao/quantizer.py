@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from infermix.errors import Unsupported
 from infermix.roles.quantizer import QuantizerContext
-from infermix.toolkit.library_linears import LibraryProduct, LibraryQuantizer
 from infermix.toolkit.linears import FoundLinear, check_group_size
+from infermix.toolkit.wrapped_linears import LibraryProduct, LibraryQuantizer
 from torch import Tensor, nn
 from torchao.quantization import quantize_
 

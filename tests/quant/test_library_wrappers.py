@@ -15,8 +15,8 @@ from infermix.roles.component import Choice, Role
 from infermix.roles.facts import MachineFacts, MatrixFacts, ModelFacts
 from infermix.roles.quantizer import QuantizerContext
 from infermix.toolkit.conformance.component import example_model
-from infermix.toolkit.library_linears import LibraryLinear, LibraryProduct, LibraryQuantizer
 from infermix.toolkit.linears import FoundLinear
+from infermix.toolkit.wrapped_linears import LibraryLinear, LibraryProduct, LibraryQuantizer
 from infermix_quant.linear_int8 import LlmInt8Linear, int8_weight
 from infermix_quant.nf4 import Nf4Linear
 from torch import Tensor, nn
