@@ -1,9 +1,10 @@
 """The native engine against the limits of one GPU: decode steps, prefill rates, set-up. Random weights, no download.
 
-    python tests/bench/limits/engine.py --json limits.json [--only 8b,smollm2,8b-w4] [--profile]
+    python tests/bench/limits/engine.py --json limits.json [--only 8b,smollm2,8b-w4,8b-int8,8b-fp8] [--profile]
 
 Steps are timed on the host over whole engine steps (schedule, launch, read the tokens of the step before), and beside
-them the bare replay of the same graph, so that the difference is what the host and the sampler add.
+them the bare replay of the same graph, so that the difference is what the host and the sampler add. Quantized rows
+are also given as ratios to the bf16 engine of the same run.
 """
 
 from __future__ import annotations
@@ -46,6 +47,14 @@ MODELS: dict[str, tuple[str, str | tuple[str, dict[str, Any]]]] = {
     "8b": ("shape:llama-3-8b", "none"),
     "smollm2": ("shape:smollm2-135m", "none"),
     "8b-w4": ("shape:llama-3-8b", "triton_w4a16"),
+    "8b-int8": ("shape:llama-3-8b", "triton_int8"),
+    "8b-fp8": ("shape:llama-3-8b", "triton_fp8"),
+}
+#: How many times as fast as bf16 a row has to be.
+LEAST_GAIN: dict[str, dict[str, float]] = {
+    "8b-w4": {"decode 64": 1.0},
+    "8b-int8": {"prefill 1x2048": 1.2},
+    "8b-fp8": {"prefill 1x2048": 1.2, "decode 1": 1.3},
 }
 
 
@@ -152,11 +161,11 @@ def host_profile(engine: Any) -> str:
 
 
 def measure(name: str, profile: bool) -> dict[str, Any]:
-    engine = build(name, max(BATCHES) if name != "8b-w4" else 8)
+    engine = build(name, max(BATCHES))
     rows: dict[str, Any] = {}
-    for batch in BATCHES if name != "8b-w4" else (1, 8):
+    for batch in BATCHES:
         rows[f"decode {batch}"] = decode_row(engine, batch)
-    for batch, length in PREFILLS if name != "8b-w4" else ():
+    for batch, length in PREFILLS:
         rows[f"prefill {batch}x{length}"] = prefill_row(engine, batch, length)
     if profile:
         print(host_profile(engine))
@@ -175,7 +184,7 @@ def show(name: str, measured: dict[str, Any], copy: float) -> None:
     print(f"  graphs {measured['graphs']}")
     print(f"  {'row':16} {'measured':>10} {'replay':>8} {'stated':>9} {'stretch':>9}  verdict")
     for row, figures in measured["rows"].items():
-        stated, stretch = STATED[name].get(row, (float("nan"), float("nan")))
+        stated, stretch = STATED.get(name, {}).get(row, (float("nan"), float("nan")))
         if row.startswith("decode"):
             value, replay, met = figures["step_ms"], f"{figures['graph_ms']:.3f}", figures["step_ms"] <= stated
         else:
@@ -183,6 +192,26 @@ def show(name: str, measured: dict[str, Any], copy: float) -> None:
         verdict = "" if stated != stated else "met" if met else "MISSED"
         eager = f"  eager steps: {figures['eager_steps']:.0f}" if figures.get("eager_steps") else ""
         print(f"  {row:16} {value:10.3f} {replay:>8} {stated:9.2f} {stretch:9.2f}  {verdict}{eager}")
+
+
+def show_gains(results: dict[str, Any]) -> None:
+    """Rows of quantized engines against the bf16 engine of the same run."""
+    if "8b" not in results:
+        return
+    plain = results["8b"]["rows"]
+    for name in results.keys() & LEAST_GAIN.keys():
+        gains = {row: gain(row, figures, plain[row]) for row, figures in results[name]["rows"].items()}
+        results[name]["times_bf16"] = gains
+        for row, times in gains.items():
+            least = LEAST_GAIN[name].get(row)
+            verdict = "" if least is None else f"  wanted {least}: {'met' if times >= least else 'MISSED'}"
+            print(f"  {name:8} {row:16} {times:6.3f} times bf16{verdict}")
+
+
+def gain(row: str, figures: dict[str, float], plain: dict[str, float]) -> float:
+    if row.startswith("decode"):
+        return plain["step_ms"] / figures["step_ms"]
+    return figures["tokens_per_s"] / plain["tokens_per_s"]
 
 
 def main() -> None:
@@ -201,6 +230,7 @@ def main() -> None:
     for name in given.only.split(","):
         results[name] = measure(name, given.profile)
         show(name, results[name], copy)
+        show_gains({key: results[key] for key in results.keys() & {"8b", name}})
         torch.cuda.empty_cache()
         if given.json:
             given.json.write_text(json.dumps(results, indent=1, default=str))
