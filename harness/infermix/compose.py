@@ -274,7 +274,10 @@ class _Planner:
         limits = _stated_limits(experiment.limits)
         matched = match(choices, chosen.evaluators, facts, machine, chosen.transforms, limits, chosen.inner)
         parts = {role: matched.choices[role] for role in chosen.parts}
-        sizes = self._fitter.fit(experiment.limits, choices, chosen.evaluators, facts, machine, second)
+        sizes = self._fitter.fit(
+            experiment.limits, choices, chosen.evaluators, facts, machine, second,
+            inner=chosen.inner, base=Path(experiment.base),
+        )  # fmt: skip
         problems += [no_device] if no_device else [*matched.problems, *unfit, *sizes.problems]
         reasons = tuple(dict.fromkeys(problems))
         return CellPlan(

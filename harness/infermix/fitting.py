@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import msgspec
 
@@ -14,7 +15,7 @@ from infermix.engine.simulated.components import SIMULATED
 from infermix.errors import UserError
 from infermix.roles.component import PART_ROLES, Choice, Role
 from infermix.roles.decoder import DecoderOptions
-from infermix.roles.engine import EngineContext
+from infermix.roles.engine import EngineContext, EngineOptions
 from infermix.roles.evaluator import EvaluatorOptions
 from infermix.roles.facts import MachineFacts, ModelFacts
 from infermix.roles.kv_space import KVBudget, KVLayout, KVShape
@@ -70,6 +71,7 @@ class _Demand:
     replicas: int
     machine: str
     fills_memory: bool
+    simulated: bool
     swaps: bool
     second: Second | None
 
@@ -92,16 +94,25 @@ class Fitter:
         facts: ModelFacts,
         machine: MachineFacts,
         second: Second | None = None,
+        *,
+        inner: Sequence[Choice] = (),
+        base: Path = Path("."),
     ) -> Fit:
-        """`choices` are the hosted parts, the engine and the workload; `facts.dtype` is the cell's."""
+        """`choices` are the hosted parts, the engine and the workload; `facts.dtype` is the cell's.
+
+        `inner` are decoders inside the decoder, `base` is what paths in the engine's options are relative to.
+        """
         asked = dict(_asked_tokens(choices[Role.WORKLOAD], evaluators))
         problems = tuple(_length_problems(asked, limits, facts))
         length = min(max(asked.values(), default=0) or _ASSUMED_TOKENS, _longest(limits, facts))
         count = _max_num_seqs(choices)
         if not facts.matrices:
             return Fit(length, count, None, problems)
-        memory, more, fitting = self._memory(limits, choices, facts, machine, length, count, second)
-        return Fit(length, count, memory, (*problems, *more), fitting)
+        drafts = max(map(_num_draft_tokens, (choices.get(Role.DECODER), *inner)))
+        machine = _machine_of(choices.get(Role.ENGINE), machine, facts.dtype, base)
+        memory, more, fitting = self._memory(limits, choices, facts, machine, length, count, second, drafts)
+        unused = _unused_limits(limits, choices, facts, machine)
+        return Fit(length, count, memory, (*problems, *more, *unused), fitting)
 
     def _memory(
         self,
@@ -112,12 +123,11 @@ class Fitter:
         length: int,
         count: int,
         second: Second | None,
+        num_draft_tokens: int,
     ) -> _Sizes:
         kv, quantizer = choices.get(Role.KV), choices.get(Role.QUANTIZER, choices.get(Role.ENGINE))
         engine = choices.get(Role.ENGINE)
         provided = engine.component.provides(engine.options, facts, machine) if engine else frozenset()
-        if SIMULATED in provided:
-            return None, (), None
         demand = _Demand(
             facts=id(facts),
             layout=(kv.component.name, msgspec.json.encode(kv.options)) if kv else None,
@@ -125,12 +135,13 @@ class Fitter:
             length=length,
             count=count,
             step_tokens=max(_option(choices, "max_num_batched_tokens") or _ASSUMED_STEP_TOKENS, length),
-            num_draft_tokens=_num_draft_tokens(choices),
+            num_draft_tokens=num_draft_tokens,
             assumed=_only_data_tells(choices[Role.WORKLOAD]),
             limits=limits,
-            replicas=getattr(engine.options, "replicas", 1) if engine else 1,
+            replicas=1 if SIMULATED in provided else getattr(engine.options if engine else None, "replicas", 1),
             machine=f"{machine.device} {machine.memory_bytes}",
             fills_memory=FILLS_MEMORY in provided,
+            simulated=SIMULATED in provided,
             swaps=_swaps(choices, facts, machine),
             second=second,
         )
@@ -148,18 +159,26 @@ class Fitter:
             max_num_seqs=demand.count,
         )
         memory = replace(memory, second_bytes=_second_bytes(demand))
+        if demand.simulated:
+            return None, self._simulated_problems(demand, kv, facts, machine, memory), None
         try:
             fitting = self._fitting(demand, kv, facts, machine, memory)
             kv_bytes, problems = self._kv(demand, kv, facts, machine, memory)
             memory = replace(memory, kv_bytes=kv_bytes)
         except UserError as error:
-            problem = f"{error.message} ({error.hint})" if error.hint else error.message
-            # How much memory is needed is only assumed; whether the layout takes the model at all is not.
-            excused = demand.assumed and (error.key or "").startswith("limits.")
-            return memory, () if excused else (problem,), None
+            return memory, _told(error, demand), None
         # What is only assumed refuses nothing: the data may hold one short prompt.
         surely = replace(memory, kv_bytes=0) if demand.assumed else memory
         return memory, problems if fits(surely, machine) else (*problems, _too_large(surely, machine)), fitting
+
+    def _simulated_problems(
+        self, demand: _Demand, kv: Choice | None, facts: ModelFacts, machine: MachineFacts, memory: MemoryPrediction
+    ) -> tuple[str, ...]:
+        """A simulation takes no memory; the KV of the machine that it stands for must hold one sequence."""
+        try:
+            return self._kv(demand, kv, facts, machine, memory)[1]
+        except UserError as error:
+            return _told(error, demand)
 
     def _fitting(
         self, demand: _Demand, kv: Choice | None, facts: ModelFacts, machine: MachineFacts, memory: MemoryPrediction
@@ -195,8 +214,42 @@ class Fitter:
         layout = self._layout(demand.layout, kv)
         shape = layout.shape(stored_groups(facts, layout), budget)
         if demand.swaps and limits.kv_swap_bytes is not None:
-            with_host_blocks(shape, limits.kv_swap_bytes)
-        return shape.bytes * demand.replicas, tuple(_draft_problems(kv, shape, demand.num_draft_tokens))
+            with_host_blocks(shape, limits.kv_swap_bytes, demand.replicas)
+        problems = (*_stored_nothing(kv, shape, limits), *_draft_problems(kv, shape, demand))
+        return shape.bytes * demand.replicas, problems
+
+
+def _told(error: UserError, demand: _Demand) -> tuple[str, ...]:
+    """How much memory is needed may only be assumed; whether the layout takes the model at all is not."""
+    if demand.assumed and (error.key or "").startswith("limits."):
+        return ()
+    return (f"{error.message} ({error.hint})" if error.hint else error.message,)
+
+
+def _machine_of(engine: Choice | None, here: MachineFacts, dtype: str, base: Path) -> MachineFacts:
+    """The machine whose memory counts: that of a simulation may be elsewhere."""
+    if engine is None or not isinstance(engine.options, EngineOptions):
+        return here
+    return engine.options.machine(here, dtype, base)
+
+
+def _unused_limits(
+    limits: Limits, choices: Mapping[Role, Choice], facts: ModelFacts, machine: MachineFacts
+) -> Iterator[str]:
+    if limits.kv_swap_bytes is not None and not _swaps(choices, facts, machine):
+        yield (
+            f"limits.kv_swap_bytes is {limits.kv_swap_bytes}, but no part of this cell swaps sequences to host memory "
+            "(a scheduler with preemption: swap does; state it for those cells alone)"
+        )
+
+
+def _stored_nothing(kv: Choice, shape: KVShape, limits: Limits) -> Iterator[str]:
+    for name in ("kv_memory_bytes", "kv_memory_fraction"):
+        if getattr(limits, name) is not None and not shape.bytes:
+            yield (
+                f"limits.{name} is {getattr(limits, name)}, but kv {kv.component.name!r} keeps nothing between steps "
+                "(state it for cells with another layout alone)"
+            )
 
 
 def _second_bytes(demand: _Demand) -> int:
@@ -255,8 +308,7 @@ def rows_per_sequence(choices: Mapping[Role, Choice]) -> int:
     return decoder.options.rows_per_sequence() if decoder and isinstance(decoder.options, DecoderOptions) else 1
 
 
-def _num_draft_tokens(choices: Mapping[Role, Choice]) -> int:
-    decoder = choices.get(Role.DECODER)
+def _num_draft_tokens(decoder: Choice | None) -> int:
     return int(getattr(decoder.options, "num_draft_tokens", 0)) if decoder else 0
 
 
@@ -281,9 +333,12 @@ def _swaps(choices: Mapping[Role, Choice], facts: ModelFacts, machine: MachineFa
     return any("kv:swap" in choice.component.needs(choice.options, facts, machine) for choice in parts)
 
 
-def _draft_problems(kv: Choice, shape: KVShape, num_draft_tokens: int) -> Iterator[str]:
-    """Drafts are verified in one forward with a token before them; at the worst all of them are cut off again."""
-    name = kv.component.name
+def _draft_problems(kv: Choice, shape: KVShape, demand: _Demand) -> Iterator[str]:
+    """Drafts are verified in one forward with a token before them; at the worst all of them are cut off again.
+
+    A draft model computes all but the last of its drafts itself, in a forward each.
+    """
+    name, num_draft_tokens = kv.component.name, demand.num_draft_tokens
     if shape.max_query_len is not None and num_draft_tokens >= shape.max_query_len:
         yield (
             f"kv {name!r} takes {shape.max_query_len} tokens of a sequence at once, the decoder verifies "
@@ -294,6 +349,12 @@ def _draft_problems(kv: Choice, shape: KVShape, num_draft_tokens: int) -> Iterat
         yield (
             f"kv {name!r} can take back {shape.max_truncate} tokens of a sequence, the decoder drafts "
             f"{num_draft_tokens}"
+        )
+    if demand.second is not None and shape.max_rewind is not None and num_draft_tokens > shape.max_rewind + 1:
+        yield (
+            f"kv {name!r} drops what is behind its window of {shape.max_rewind} tokens while the draft model runs "
+            f"{num_draft_tokens} drafts ahead, and does not get it back when they are rejected (at most "
+            f"{shape.max_rewind + 1} draft tokens, or a longer window)"
         )
 
 

@@ -21,8 +21,9 @@ from infermix_disaggregated.transfer import DEVICE, HOST, check_layout
 def build_engine(options: Any, context: EngineContext) -> DisaggregatedEngine:
     """Both workers load at the same time on a CPU, one after the other on a GPU, whose memory they share."""
     _refuse(context)
-    halved = context.kv_memory_bytes // 2 if context.kv_memory_bytes is not None else None
-    shared = replace(context, kv_memory_bytes=halved)
+    shared = replace(
+        context, kv_memory_bytes=_half(context.kv_memory_bytes), kv_swap_bytes=_half(context.kv_swap_bytes)
+    )
     on_gpu = context.machine.device.startswith("cuda")
     first = replace(shared, kv_memory_fraction=context.kv_memory_fraction / 2) if on_gpu else shared
     prefill = Prefiller(spec_of(first, options))
@@ -42,6 +43,10 @@ def build_engine(options: Any, context: EngineContext) -> DisaggregatedEngine:
     layout = context.parts[Role.KV].component.name
     way = {"path": DEVICE if on_device else HOST} | ({} if refusal is None else {"device_refused": refusal})
     return DisaggregatedEngine(decode, prefill, report, layout, context.clock_ns, way)
+
+
+def _half(num_bytes: int | None) -> int | None:
+    return None if num_bytes is None else num_bytes // 2
 
 
 def _native(options: Any) -> NativeOptions:

@@ -36,6 +36,7 @@ class Spec(msgspec.Struct, tag="spec", kw_only=True):
     seed: int
     kv_memory_bytes: int | None
     kv_memory_fraction: float
+    kv_swap_bytes: int | None
     base: str | None
 
 
@@ -118,6 +119,7 @@ def spec_of(context: EngineContext, options: Any) -> Spec:
         seed=context.seed,
         kv_memory_bytes=context.kv_memory_bytes,
         kv_memory_fraction=context.kv_memory_fraction,
+        kv_swap_bytes=context.kv_swap_bytes,
         base=None if context.base is None else str(context.base),
     )
 
@@ -148,5 +150,6 @@ def context_of(spec: Spec, clock_ns: Any) -> EngineContext:
         parts={Role(part.role): choice(part) for part in spec.parts},
         transforms=tuple(choice(part) for part in spec.transforms), max_model_len=spec.max_model_len,
         max_num_seqs=spec.max_num_seqs, seed=spec.seed, clock_ns=clock_ns, kv_memory_bytes=spec.kv_memory_bytes,
-        kv_memory_fraction=spec.kv_memory_fraction, base=Path(spec.base) if spec.base else None, find=catalogue.find,
+        kv_memory_fraction=spec.kv_memory_fraction, kv_swap_bytes=spec.kv_swap_bytes,
+        base=Path(spec.base) if spec.base else None, find=catalogue.find,
     )  # fmt: skip

@@ -49,6 +49,7 @@ class SinkWindowLayout:
             bytes_per_token=per_token,
             table_limits=(most if most < per_seq else None,),
             max_query_len=query_len if most < per_seq else None,
+            max_rewind=self._window if most < per_seq else None,
         )
 
     def _most_blocks(self, query_len: int) -> int:

@@ -109,6 +109,18 @@ def test_kv_that_finds_no_room_waits(build: Any) -> None:
     assert outputs(engine, asked) == alone
 
 
+def test_both_workers_swap(build: Any) -> None:
+    asked = requests()
+    alone = outputs(build("native"), asked)
+    parts = {
+        "kv": ("paged", {"block_size": 4}),
+        "scheduler": ("continuous", {"max_num_seqs": 4, "preemption": "swap"}),
+    }
+    engine = build("disaggregated", parts, kv_memory_bytes=2 * 80_000, kv_swap_bytes=200_000)
+    assert outputs(engine, asked) == alone
+    assert engine.report().executed["engine"]["swap_host_bytes"] <= 100_000
+
+
 @pytest.mark.full
 def test_a_dead_worker_is_told(build: Any) -> None:
     engine = build("disaggregated")

@@ -58,6 +58,17 @@ def test_stated_memory_is_shared_out(build_engine: Build) -> None:
     assert max(one.report().kv_bytes, three.report().kv_bytes) <= 600_000
 
 
+def test_stated_host_memory_is_shared_out(build_engine: Build) -> None:
+    parts = {"scheduler": ("continuous", {"preemption": "swap"})}
+    one, three = (
+        build_engine(parts, {"replicas": count} if count > 1 else {}, kv_memory_bytes=600_000, kv_swap_bytes=90_000)
+        for count in (1, 3)
+    )
+    (blocks,), (each,) = (engine.report().executed["engine"]["swap_host_blocks"] for engine in (one, three))
+    assert each == blocks // 3 > 0
+    assert 0 < three.report().executed["engine"]["swap_host_bytes"] <= 90_000
+
+
 def test_a_replica_without_its_own_kv_would_be_noticed(build_engine: Build) -> None:
     """The mutant: all replicas use the KV of the last one."""
     asked = requests()

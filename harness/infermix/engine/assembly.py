@@ -124,7 +124,10 @@ def assemble(options: NativeOptions, context: EngineContext) -> NativeEngine | R
     serving = [_serve(build, loaded, tokenizer, attention, layout, joint) for _ in range(options.replicas)]
     if len(serving) == 1:
         return serving[0][0]
-    build.report.executed["engine"] |= {"replicas": options.replicas, "router": options.router}
+    engine_facts = build.report.executed["engine"]
+    engine_facts |= {"replicas": options.replicas, "router": options.router}
+    if "swap_host_bytes" in engine_facts:
+        engine_facts["swap_host_bytes"] *= options.replicas
     build.report.kv_bytes = options.replicas * (build.report.kv_bytes or 0)
     engines, attach = zip(*serving, strict=True)
     return Replicas(engines, attach, make_router(options.router, options.replicas), build.report)
@@ -359,7 +362,7 @@ def _size_kv(build: Assembly, layout: KVLayout, joint: Joint) -> KVShape:
         states=joint.states,
     )
     shape = layout.shape(joint.groups, budget)
-    return with_swap_space(shape, build.context) if swaps(build.context) else shape
+    return with_swap_space(shape, build.context, build.options.replicas) if swaps(build.context) else shape
 
 
 def _kv_bytes(build: Assembly) -> int | None:

@@ -24,15 +24,18 @@ def swaps(context: EngineContext) -> bool:
     )
 
 
-def with_swap_space(shape: KVShape, context: EngineContext) -> KVShape:
-    """`shape` with host blocks. Raises `UserError` when nobody said how much host memory may be taken."""
+def with_swap_space(shape: KVShape, context: EngineContext, replicas: int) -> KVShape:
+    """`shape` with the host blocks of one of `replicas` engines, which share the stated memory.
+
+    Raises `UserError` when nobody said how much host memory may be taken.
+    """
     if context.kv_swap_bytes is None:
         raise UserError(
             "a part swaps sequences to host memory, whose size is not stated",
             key="limits.kv_swap_bytes",
             hint="give a number of bytes, or preempt by recomputing",
         )
-    return with_host_blocks(shape, context.kv_swap_bytes)
+    return with_host_blocks(shape, context.kv_swap_bytes, replicas)
 
 
 def make_swapper(context: EngineContext, store: KVStore, shape: KVShape, report: EngineReport) -> BlockSwapper | None:

@@ -17,7 +17,7 @@ class ReplicaOptions(EngineOptions, frozen=True):
         Meta(
             ge=1,
             description="equal engines, each with KV and scheduler of its own: simulated ones have a machine each, "
-            "native ones share device, weights and the memory for KV, and take turns",
+            "native ones share device, weights, the memory for KV and that for swapped KV, and take turns",
             extra={"unit": "engines"},
         ),
     ] = 1

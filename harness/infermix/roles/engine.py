@@ -17,10 +17,14 @@ if TYPE_CHECKING:
 
 
 class EngineOptions(Options, frozen=True):
-    """Base of the options of an engine that reads files."""
+    """Base of the options of an engine that reads files, or stands for another machine than the one at hand."""
 
     def check(self, base: Path) -> None:
         """Raises `UserError` when files that the options name, relative to `base`, cannot be used."""
+
+    def machine(self, here: MachineFacts, dtype: str, base: Path) -> MachineFacts:
+        """The machine whose memory and speed count."""
+        return here
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -72,7 +72,7 @@ class KVShape:
     table that it uses; empty means that all groups share table 0. `side_tables` more tables follow those, which only
     the store reads (`Batch.tables`). `host_blocks[t]` blocks of table t fit the host memory that sequences are
     swapped out to; empty means none. `max_truncate` is how many tokens `truncate` can take back at once (`None`: any
-    number).
+    number), `max_rewind` how many where each of them came in a forward of its own.
 
     Block tables may have pools of their own: `table_blocks[t]` usable blocks (the sink behind them), of which one
     sequence holds at most `table_limits[t]` (`None`: as many as its tokens need). Empty means `num_blocks` and no
@@ -98,6 +98,7 @@ class KVShape:
     side_tables: int = 0
     bytes_per_seq: float = 0.0
     max_truncate: int | None = None
+    max_rewind: int | None = None
     states: tuple[LayerState, ...] = ()
     num_state_slots: int = 0
     state_slots_per_seq: int = 1

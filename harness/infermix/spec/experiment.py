@@ -74,7 +74,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             int,
             Meta(
                 ge=1,
-                description="host memory (pinned on CUDA) that preempted sequences are swapped out to",
+                description="host memory (pinned on CUDA) that preempted sequences are swapped out to; replicas share it",
                 extra={"unit": "bytes"},
             ),
         ]

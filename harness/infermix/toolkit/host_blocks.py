@@ -12,23 +12,29 @@ from infermix.toolkit.block_pool import BlockPool
 Tables = tuple[tuple[int, ...], ...]
 
 
-def with_host_blocks(shape: KVShape, swap_bytes: int) -> KVShape:
-    """`shape` with the host blocks that `swap_bytes` hold: of every table the same share of its pool.
+def with_host_blocks(shape: KVShape, swap_bytes: int, engines: int = 1) -> KVShape:
+    """`shape` with the host blocks that `swap_bytes`, shared by so many engines, hold for one of them.
+
+    Of every table that is the same share of its pool.
 
     There are at most as many as sequences can have in use. Raises `UserError` when some table gets not even one.
     """
     if not shape.bytes:
         return shape
     sizes = [shape.blocks_of(table) + 1 for table in range(shape.num_tables)]
-    counts = [swap_bytes * size // shape.bytes for size in sizes]
+    counts = [swap_bytes * size // (engines * shape.bytes) for size in sizes]
     if not all(counts):
         raise UserError(
-            f"{swap_bytes} bytes of host memory do not hold one block of KV",
+            f"{swap_bytes} bytes of host memory do not hold one block of KV" + _for_each(engines),
             key="limits.kv_swap_bytes",
-            hint=f"at least {-(-shape.bytes // min(sizes))} bytes are needed",
+            hint=f"at least {-(-engines * shape.bytes // min(sizes))} bytes are needed",
         )
     most = (shape.max_num_seqs * shape.most_blocks_of(table) for table in range(shape.num_tables))
     return replace(shape, host_blocks=tuple(map(min, counts, most)))
+
+
+def _for_each(engines: int) -> str:
+    return f" for each of {engines} engines" if engines > 1 else ""
 
 
 class HostBlocks:

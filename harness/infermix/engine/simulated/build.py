@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from infermix.cost.calibration_file import StepTimes, facts_of_machine, read_step_times
+from infermix.cost.calibration_file import StepTimes, read_step_times
 from infermix.cost.kv import layer_states, stored_groups
 from infermix.cost.kv_capacity import kv_limit
 from infermix.cost.memory import predict_memory
@@ -22,7 +21,7 @@ from infermix.errors import Unsupported, UserError
 from infermix.record.gaps import GapCounter
 from infermix.roles.component import PART_ROLES, Choice, Role
 from infermix.roles.engine import EngineContext, EngineReport
-from infermix.roles.facts import Ceilings, MachineFacts
+from infermix.roles.facts import MachineFacts
 from infermix.roles.kv_space import KVBudget, KVShape
 from infermix.toolkit.routing import make_router
 
@@ -33,7 +32,7 @@ def build_engine(options: SimulatedOptions, context: EngineContext) -> Simulated
     fitted = _calibration(options, context)
     layout_choice = context.parts[Role.KV]
     layout = layout_choice.component.build(layout_choice.options, None)
-    machine = _machine(options, context, fitted)
+    machine = options.machine(context.machine, context.dtype, context.base or Path("."))
     shape = _size(layout, context, machine)
     ours = _roofline(context, shape, machine)
     if ours is None and fitted is None:
@@ -82,19 +81,6 @@ def _calibration(options: SimulatedOptions, context: EngineContext) -> StepTimes
     if options.calibration is None:
         return None
     return read_step_times((context.base or Path(".")) / options.calibration)
-
-
-def _machine(options: SimulatedOptions, context: EngineContext, fitted: StepTimes | None) -> MachineFacts:
-    """The calibrated machine, or this one with what the options say of another."""
-    if fitted is not None:
-        return facts_of_machine(fitted.conditions.machine)
-    here = context.machine
-    ceilings = Ceilings(
-        options.bytes_per_s or here.ceilings.copy_bytes_per_s,
-        {context.dtype: options.flops_per_s} if options.flops_per_s else here.ceilings.matmul_flops_per_s,
-    )
-    device = here.device if options.memory_bytes is None else "cuda"
-    return replace(here, device=device, memory_bytes=options.memory_bytes or here.memory_bytes, ceilings=ceilings)
 
 
 def _size(layout: Any, context: EngineContext, machine: MachineFacts) -> KVShape:

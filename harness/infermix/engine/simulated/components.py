@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -10,7 +11,7 @@ from msgspec import Meta
 from infermix.engine.replica_options import ReplicaOptions
 from infermix.errors import UserError
 from infermix.roles.component import PART_ROLES, Component, Features, Role
-from infermix.roles.facts import MachineFacts, ModelFacts
+from infermix.roles.facts import Ceilings, MachineFacts, ModelFacts
 
 #: Feature of an engine whose time is virtual: its records are marked, and never share a table with measured ones.
 SIMULATED = "engine:simulated"
@@ -76,6 +77,19 @@ class SimulatedOptions(ReplicaOptions, frozen=True):
                 read_step_times(base / self.calibration)
             except UserError as error:
                 raise UserError(error.message, where=error.where, key="calibration", hint=error.hint) from None
+
+    def machine(self, here: MachineFacts, dtype: str, base: Path) -> MachineFacts:
+        """The calibrated machine, or this one with what the options say of another."""
+        if self.calibration is not None:
+            from infermix.cost.calibration_file import facts_of_machine, read_step_times
+
+            return facts_of_machine(read_step_times(base / self.calibration).conditions.machine)
+        ceilings = Ceilings(
+            self.bytes_per_s or here.ceilings.copy_bytes_per_s,
+            {dtype: self.flops_per_s} if self.flops_per_s else here.ceilings.matmul_flops_per_s,
+        )
+        device = here.device if self.memory_bytes is None else "cuda"
+        return replace(here, device=device, memory_bytes=self.memory_bytes or here.memory_bytes, ceilings=ceilings)
 
 
 def _build(options: SimulatedOptions, context: Any) -> Any:
