@@ -3,10 +3,14 @@ from __future__ import annotations
 from itertools import pairwise
 from random import Random
 from statistics import fmean, stdev
+from typing import Any
 
 import pytest
+from infermix.errors import UserError
 from infermix.workload.arrivals import arrival_times
-from infermix.workload.components import Constant, Gamma, OnOff, Poisson, Ramp
+from infermix.workload.assemble import PreparedWorkload
+from infermix.workload.components import Constant, Gamma, OnOff, Poisson, Ramp, SyntheticOptions
+from infermix.workload.synthetic import SyntheticSource
 
 
 def gaps(arrivals, count: int = 20_000) -> list[float]:
@@ -48,6 +52,24 @@ def test_gamma_of_one_is_poisson() -> None:
 def test_single_and_none() -> None:
     assert arrival_times(Poisson(request_rate=1.0), 1, Random(1)) == [0.0]
     assert arrival_times(Poisson(request_rate=1.0), 0, Random(1)) == []
+
+
+@pytest.mark.parametrize("arrivals", [
+    Constant(request_rate=1e-320),
+    Poisson(request_rate=1e-320),
+    Gamma(request_rate=1e-320, cv=0.01),
+    Gamma(request_rate=1e-320, cv=100.0),
+    Ramp(start_rate=0.0, end_rate=1e-300, ramp_s=1e300),
+    Ramp(start_rate=1e9, end_rate=1e-9, ramp_s=1e300),
+])  # fmt: skip
+def test_rates_that_nobody_can_wait_for_are_refused_or_drawn(arrivals: Any, make_context: Any) -> None:
+    options = SyntheticOptions(num_requests=3, input_tokens=4, output_tokens=2, arrivals=arrivals)
+    workload = PreparedWorkload(options, 0, SyntheticSource(options, make_context()))
+    if isinstance(arrivals, Ramp) and arrivals.start_rate:
+        assert workload.requests(0)[-1].arrival_s < 1e-6
+    else:
+        with pytest.raises(UserError, match="1e\\+09 s are the most"):
+            workload.requests(0)
 
 
 def test_bursts_alternate_between_two_rates() -> None:

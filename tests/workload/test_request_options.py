@@ -32,6 +32,17 @@ from infermix.workload.components import SyntheticOptions
             ["arrivals.cvv: unknown key (known: request_rate)",
              "arrivals.request_rate: expected float > 0.0, got -1"],
         ),
+        (
+            {"arrivals": {"use": "on_off", "on_rate": 1e-6, "on_s": 0.001, "off_s": 1}},
+            ["arrivals: a burst and the time behind it bring 1e-09 requests on average, at least 0.01 are needed: "
+             "longer bursts, or a higher on_rate"],
+        ),
+        (
+            {"arrivals": {"use": "gamma", "request_rate": 1, "cv": 1e200}},
+            ["arrivals.cv: expected float <= 100.0, got 1e+200"],
+        ),
+        ({"arrivals": {"use": "poisson", "request_rate": 2e9}},
+         ["arrivals.request_rate: expected float <= 1000000000.0, got 2000000000.0"]),
         ({"stop_token_ids": [2, -1]}, ["stop_token_ids[1]: expected int >= 0, got -1"]),
     ],
 )  # fmt: skip

@@ -145,7 +145,7 @@ def test_too_long_is_refused_clipped_or_skipped_and_counted(load: Load) -> None:
     ("text", "fault"),
     [
         ("", "t: workload.path: the trace is empty"),
-        ("arrival_s,input_tokens,output_tokens\n", "t: workload: the trace has no rows"),
+        ("arrival_s,input_tokens,output_tokens\n", "t: workload.path: the trace has no rows"),
         ("a,b\n1,2\n", r"t:1: workload.format: these are the columns of no known trace; the file has a, b"),
         ("arrival_s,input_tokens,output_tokens\n0,1,1\n2,1,1\n1.5,1,1\n", "t:4: the time is 0.5 s before that"),
         ("arrival_s,input_tokens,output_tokens\n-1,1,1\n", "t:2: the time -1 s is negative"),
@@ -154,6 +154,8 @@ def test_too_long_is_refused_clipped_or_skipped_and_counted(load: Load) -> None:
         ("arrival_s,input_tokens,output_tokens\n0,1\n", "t:2: there is no 'output_tokens'"),
         ("arrival_s,input_tokens,output_tokens\nnan,1,1\n", "t:2: 'arrival_s' is 'nan', no finite time"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\nyesterday,1,1\n", "t:2: 'TIMESTAMP' is 'yesterday'"),
+        ('{"TIMESTAMP": 5, "ContextTokens": 1, "GeneratedTokens": 1}\n', "t:1: 'TIMESTAMP' is 5"),
+        ("arrival_s,input_tokens,output_tokens\n0,1," + "5" * 200_000 + "\n", "t:2: not CSV: field larger"),
         ('{"timestamp": 0\n', "t:1: not JSON"),
         (mooncake((0, 600, 1, [1])), "t:1: 1 hash ids for a prompt of 600 tokens in blocks of 512"),
         (mooncake((0, 6, 1, ["a"])), r"t:1: 'hash_ids' is \['a'\], not a list of whole numbers"),
@@ -164,6 +166,32 @@ def test_faults_name_file_and_line(load: Load, tmp_path: Path, text: str, fault:
         load(text)
     assert str(caught.value).startswith(str(tmp_path / "t"))
     assert "\n" not in str(caught.value)
+
+
+def test_text_that_stops_being_text_is_told(tmp_path: Path) -> None:
+    """Far behind what is read to open the file."""
+    text = b"arrival_s,input_tokens,output_tokens\n" + b"0,10,5\n" * 20_000
+    (tmp_path / "t").write_bytes(text + b"1,\xff,5\n")
+    with pytest.raises(UserError, match=r"t: workload.path: not UTF-8 text, somewhere behind line \d+"):
+        TraceOptions(path="t").check(tmp_path)
+
+
+@pytest.mark.parametrize("times", [
+    ("2024-05-10 00:00:00.009930+00:00", "2024-05-10 00:00:01+00:00", "2024-05-10 00:00:02.25+00:00"),
+    ("2024-05-10T00:00:00.00993Z", "2024-05-10T00:00:01Z", "2024-05-10T00:00:02.2500000Z"),
+    ("2024-05-10 00:00:00.009930", "2024-05-10 02:00:01+02:00", "2024-05-09 23:00:02.25-0100"),
+])  # fmt: skip
+def test_dates_may_have_an_offset(load: Load, times: tuple[str, ...]) -> None:
+    """As those of Azure's traces of 2024."""
+    rows = "".join(f"{time},5,1\n" for time in times)
+    workload = load("TIMESTAMP,ContextTokens,GeneratedTokens\n" + rows)
+    assert [row[0] for row in shapes(workload)] == [0.0, 0.9901, 2.2401]
+
+
+def test_a_trace_slowed_down_for_ever_is_refused(load: Load) -> None:
+    workload = load(AZURE, speed=1e-300)
+    with pytest.raises(UserError, match=r"workload: a request would arrive after .* s, 1e\+09 s are the most"):
+        workload.requests(0)
 
 
 def test_a_named_format_says_which_column_is_missing(load: Load) -> None:

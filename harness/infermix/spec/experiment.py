@@ -74,7 +74,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             int,
             Meta(
                 ge=1,
-                description="host memory (pinned on CUDA) that preempted sequences are swapped out to; replicas share it",
+                description="host memory (pinned on CUDA) that preempted sequences are swapped out to; shared by all "
+                "replicas",
                 extra={"unit": "bytes"},
             ),
         ]

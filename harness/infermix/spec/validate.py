@@ -149,6 +149,8 @@ def _choices(kind: Any, value: Any, inner: KeyPath) -> str | None:
     """The nearest of a fixed set of values, or of the tags of a union."""
     infos = _alternatives(inspect.type_info(kind))
     tags = sorted(str(info.tag) for info in infos if isinstance(info, inspect.StructType) and info.tag_field)
+    if len(tags) == 1 and isinstance(value, dict):  # it is of that kind; something else is wrong with it
+        return None
     if tags and not inner and isinstance(value, str | dict):
         return f"write {{use: {value if value in tags else tags[0]}, ...}}; known: {', '.join(tags)}"
     names: set[str] = set()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import accumulate, islice
-from math import sqrt
+from math import inf, sqrt
 from random import Random
 
 from infermix.workload.components import Arrivals, Constant, Gamma, OnOff, Poisson, Ramp
@@ -27,9 +27,8 @@ def arrival_times(arrivals: Arrivals | None, num_requests: int, random: Random) 
 def _gap(arrivals: Poisson | Gamma, random: Random) -> Callable[[], float]:
     if isinstance(arrivals, Poisson):
         return lambda: random.expovariate(arrivals.request_rate)
-    shape = 1 / arrivals.cv**2
-    scale = 1 / (arrivals.request_rate * shape)
-    return lambda: random.gammavariate(shape, scale)
+    spread = arrivals.cv**2
+    return lambda: random.gammavariate(1 / spread, spread / arrivals.request_rate)
 
 
 def _bursts(arrivals: OnOff, random: Random) -> Iterator[float]:
@@ -66,5 +65,6 @@ def _ramp(arrivals: Ramp, random: Random) -> Iterator[float]:
         elif expected == 0:
             yield 0.0
         else:
-            yield 2 * expected / (start + sqrt(start**2 + 2 * slope * expected))
+            rates = start + sqrt(max(0.0, start**2 + 2 * slope * expected))
+            yield 2 * expected / rates if rates else inf
         expected += random.expovariate(1.0)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Protocol
 
+from infermix.errors import UserError
 from infermix.roles.request import Request, SamplingParams
 from infermix.workload.arrivals import arrival_times
 from infermix.workload.components import RequestClass, RequestOptions
@@ -39,6 +40,10 @@ class Source(Protocol):
         ...
 
 
+#: Nobody waits longer (30 years), not even in a simulation.
+MOST_ARRIVAL_S = 1e9
+
+
 class PreparedWorkload:
     """Requests of one repeat. Every repeat has the same ones, unless `vary` asks for others.
 
@@ -54,9 +59,11 @@ class PreparedWorkload:
         self._seed = default_seed if options.seed is None else options.seed
 
     def requests(self, repeat: int) -> Sequence[Request]:
+        """Raises `UserError` for arrivals beyond `MOST_ARRIVAL_S`."""
         round_ = repeat if self._options.vary else 0
         prompts = self._source.prompts(round_, self._seed)
         times = self._times(prompts, round_)
+        _check_times(times)
         classes = self._classes(prompts, round_)
         seeds = stream(self._seed, round_, "sampling")
         return [
@@ -112,6 +119,16 @@ class PreparedWorkload:
             stop=options.stop,
             stop_token_ids=options.stop_token_ids,
             ignore_eos=options.ignore_eos,
+        )
+
+
+def _check_times(times: Sequence[float]) -> None:
+    late = next((time for time in times if not time <= MOST_ARRIVAL_S), None)
+    if late is not None:
+        raise UserError(
+            f"a request would arrive after {late:g} s, {MOST_ARRIVAL_S:g} s are the most",
+            key="workload",
+            hint="a higher rate of arrivals, or a higher speed of the trace",
         )
 
 

@@ -15,7 +15,7 @@ from infermix.toolkit.corpus import PYDOC_TOPICS, check_corpus
 
 Tokens = Annotated[int, Meta(ge=1, description="number of tokens", extra={"unit": "tokens"})]
 TokenId = Annotated[int, Meta(ge=0)]
-Rate = Annotated[float, Meta(gt=0, description="mean arrivals per second", extra={"unit": "requests/s"})]
+Rate = Annotated[float, Meta(gt=0, le=1e9, description="mean arrivals per second", extra={"unit": "requests/s"})]
 
 
 class Tagged(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="use"):
@@ -38,15 +38,21 @@ class Gamma(Tagged, frozen=True, kw_only=True, tag="gamma"):
     """Gamma gaps: `cv` above 1 makes bursts, 1 is Poisson, below 1 is smoother. The first request arrives at 0."""
 
     request_rate: Rate
-    cv: Annotated[float, Meta(gt=0, description="coefficient of variation of the gaps")] = 2.0
+    cv: Annotated[float, Meta(ge=0.01, le=100, description="coefficient of variation of the gaps")] = 2.0
+
+
+#: With fewer requests a cycle, drawing arrivals would be nearly all skipping of phases.
+_LEAST_PER_CYCLE = 0.01
 
 
 class OnOff(Tagged, frozen=True, kw_only=True, tag="on_off"):
     """Bursts: Poisson arrivals whose rate alternates. It begins with a burst, the first request at 0."""
 
-    on_rate: Annotated[float, Meta(gt=0, description="arrivals per second in a burst", extra={"unit": "requests/s"})]
+    on_rate: Annotated[
+        float, Meta(gt=0, le=1e9, description="arrivals per second in a burst", extra={"unit": "requests/s"})
+    ]
     off_rate: Annotated[
-        float, Meta(ge=0, description="arrivals per second between bursts", extra={"unit": "requests/s"})
+        float, Meta(ge=0, le=1e9, description="arrivals per second between bursts", extra={"unit": "requests/s"})
     ] = 0.0
     on_s: Annotated[float, Meta(gt=0, description="length of a burst, its mean if drawn", extra={"unit": "s"})]
     off_s: Annotated[float, Meta(gt=0, description="time between bursts, its mean if drawn", extra={"unit": "s"})]
@@ -54,12 +60,24 @@ class OnOff(Tagged, frozen=True, kw_only=True, tag="on_off"):
         bool, Meta(description="draw both lengths from exponential distributions (a Markov modulated process)")
     ] = False
 
+    def __post_init__(self) -> None:
+        per_cycle = self.on_rate * self.on_s + self.off_rate * self.off_s
+        if per_cycle < _LEAST_PER_CYCLE:
+            raise ValueError(
+                f"a burst and the time behind it bring {per_cycle:g} requests on average, at least "
+                f"{_LEAST_PER_CYCLE:g} are needed: longer bursts, or a higher on_rate"
+            )
+
 
 class Ramp(Tagged, frozen=True, kw_only=True, tag="ramp"):
     """Poisson arrivals whose rate changes linearly for `ramp_s` seconds and then stays. The first arrives at 0."""
 
-    start_rate: Annotated[float, Meta(ge=0, description="arrivals per second at 0", extra={"unit": "requests/s"})]
-    end_rate: Annotated[float, Meta(gt=0, description="arrivals per second at the end", extra={"unit": "requests/s"})]
+    start_rate: Annotated[
+        float, Meta(ge=0, le=1e9, description="arrivals per second at 0", extra={"unit": "requests/s"})
+    ]
+    end_rate: Annotated[
+        float, Meta(gt=0, le=1e9, description="arrivals per second at the end", extra={"unit": "requests/s"})
+    ]
     ramp_s: Annotated[float, Meta(gt=0, description="length of the ramp", extra={"unit": "s"})]
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -52,13 +53,21 @@ class Format:
         return tuple(filter(None, (self.time, self.input, self.output, self.hash_ids)))
 
 
-def _date(text: str) -> float:
-    """Seconds of a date such as `2023-11-16 18:15:46.6805900`, whose fraction may have any number of digits."""
-    whole, _, fraction = text.strip().partition(".")
-    digits = fraction.rstrip("Z")
-    if digits and not digits.isdigit():
+#: A date and time, a fraction of any number of digits, and an offset from UTC.
+_DATE = re.compile(r"(.+?)(?:\.(\d*))?(Z|[+-]\d\d:?\d\d)?", re.ASCII)
+
+
+def _date(text: Any) -> float:
+    """Seconds of a date such as `2023-11-16 18:15:46.6805900` or `2024-05-10 00:00:00.009930+00:00`.
+
+    Without an offset it counts as UTC.
+    """
+    found = _DATE.fullmatch(text.strip()) if isinstance(text, str) else None
+    if found is None:
         raise ValueError(f"{text!r} is no time")
-    return (datetime.fromisoformat(whole) - datetime(1970, 1, 1)).total_seconds() + float(f"0.{digits or 0}")
+    whole, digits, offset = found.groups()
+    since = datetime.fromisoformat(whole + (offset or "+00:00")) - datetime(1970, 1, 1, tzinfo=UTC)
+    return since.total_seconds() + float(f"0.{digits or 0}")
 
 
 def _milliseconds(value: Any) -> float:
@@ -81,13 +90,13 @@ def read_trace(options: TraceOptions, base: Path) -> Trace:
     """
     path = base / options.path
     with _open(path) as file:
-        lines = enumerate(file, start=1)
+        lines = _lines(path, file)
         name, records = _records(path, lines, options.format)
         counts = {"rows": 0.0}
         rows = list(_window(_rows(path, name, records, options, counts), options, counts))
     if not rows:
         what = "no request is left of this trace" if counts["rows"] else "the trace has no rows"
-        raise UserError(what, where=str(path), key="workload", hint=_left_out(counts))
+        raise UserError(what, where=str(path), key="workload.path", hint=_left_out(counts))
     return Trace(path, name, rows, counts)
 
 
@@ -110,6 +119,16 @@ def _open(path: Path) -> Any:
     return file
 
 
+def _lines(path: Path, file: Iterable[str]) -> Iterator[tuple[int, str]]:
+    number = 0
+    try:
+        for number, text in enumerate(file, start=1):
+            yield number, text
+    except UnicodeDecodeError as error:
+        what = f"not UTF-8 text, somewhere behind line {number}: {error}"
+        raise UserError(what, where=str(path), key="workload.path") from None
+
+
 Records = Iterator[tuple[int, Mapping[str, Any]]]
 
 
@@ -125,7 +144,7 @@ def _records(path: Path, lines: Iterator[tuple[int, str]], wanted: str) -> tuple
         head = next(records)
         name = _format_of(list(head[1]), wanted, where)
         return name, _again(head, records)
-    header = next(csv.reader([text]))
+    header = _cells(path, number, text)
     return _format_of(header, wanted, where), _csv_records(path, header, lines)
 
 
@@ -151,8 +170,14 @@ def _csv_records(path: Path, header: list[str], lines: Iterator[tuple[int, str]]
     for number, text in lines:
         if not text.strip():
             continue
-        cells = next(csv.reader([text]))
-        yield number, dict(zip(header, cells, strict=False))
+        yield number, dict(zip(header, _cells(path, number, text), strict=False))
+
+
+def _cells(path: Path, number: int, text: str) -> list[str]:
+    try:
+        return next(csv.reader([text]))
+    except csv.Error as error:
+        raise UserError(f"not CSV: {error}", where=f"{path}:{number}") from None
 
 
 def _json_records(path: Path, first: tuple[int, str], lines: Iterator[tuple[int, str]]) -> Records:
