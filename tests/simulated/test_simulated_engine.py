@@ -38,6 +38,22 @@ def test_jumping_to_the_next_event_changes_nothing(name: str, blocks: int) -> No
         assert counts[1]["schedules"] <= counts[0]["schedules"]
 
 
+@pytest.mark.parametrize("cache", ["hash", "radix"])
+@pytest.mark.parametrize("detail", ["tokens", "requests"])
+def test_jumps_leave_the_same_prefixes_behind(cache: str, detail: str) -> None:
+    """Blocks of tokens that come in a jump are held like those that the scheduler asked for."""
+    once = load(20, 5.0)
+    again = [
+        replace(request, request_id=f"again {request.request_id}", arrival_s=request.arrival_s + 60)
+        for request in once
+    ]
+    hits = []
+    for jump in (False, True):
+        engine = simulated(blocks=200, kv={"prefix_cache": cache}, jump=jump, detail=detail)
+        hits.append(repeat_figures(simulate_repeat(engine, [*once, *again], None), {})["prefix_hit_rate"])
+    assert hits[0] == hits[1] > 0.2
+
+
 def test_a_jump_that_ignores_arrivals_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above must be able to fail."""
     from infermix.engine.simulated import replica

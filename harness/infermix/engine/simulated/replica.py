@@ -194,15 +194,24 @@ class Replica:
     def _advance_by_one(self, run: Run, events: list[TokenEvent]) -> None:
         for step in range(run.num_steps):
             one = Run(run.plan, run.end_ns(step), 1, run.first_s + step * run.slope_s, 0.0, run.new_tokens)
-            self._advance(one, 1, one.start_ns, events, end_ns=run.end_ns(step + 1))
+            self._advance(one, 1, one.start_ns, events, end_ns=run.end_ns(step + 1), ahead=step > 0)
 
     def _advance(
-        self, run: Run, steps: int, start_ns: int, events: list[TokenEvent], end_ns: int | None = None
+        self,
+        run: Run,
+        steps: int,
+        start_ns: int,
+        events: list[TokenEvent],
+        end_ns: int | None = None,
+        ahead: bool = False,
     ) -> None:
-        """The inner loop of a simulation: what every sequence of the plan gained."""
+        """The inner loop of a simulation: what every sequence of the plan gained.
+
+        Only the KV of a plan's first step is reserved by the scheduler; `ahead` says that this is a later one.
+        """
         end_ns = run.end_ns(steps) if end_ns is None else end_ns
         first_ns = run.end_ns(1) if steps > 1 else end_ns
-        reserve = self._space.reserve if steps > 1 else None
+        reserve = self._space.reserve if steps > 1 or ahead else None
         register, even, fresh = self._register, 0, 0
         for entry in run.plan.entries:
             seq: SimulatedSequence = entry.sequence  # type: ignore[assignment]
