@@ -238,8 +238,8 @@ def _unused_limits(
 ) -> Iterator[str]:
     if limits.kv_swap_bytes is not None and not _swaps(choices, facts, machine):
         yield (
-            f"limits.kv_swap_bytes is {limits.kv_swap_bytes}, but no part of this cell swaps sequences to host memory "
-            "(a scheduler with preemption: swap does; state it for those cells alone)"
+            f"limits.kv_swap_bytes is {limits.kv_swap_bytes}, but no part of this cell swaps sequences to host "
+            "memory (a scheduler with preemption: swap does; state it for those cells alone)"
         )
 
 

@@ -64,6 +64,7 @@ def test_both_ends_of_the_range_have_answers() -> None:
         ({"low": 0.0}, "the lowest rate .0. must be above 0"),
         ({"low": 9.0, "high": 3.0}, "the lowest rate .9. must be above 0 and not above the highest .3."),
         ({"tolerance": 0.0}, "the tolerance must be above 0"),
+        ({"tolerance": float("nan")}, "the tolerance must be above 0"),
     ],
 )
 def test_bounds_that_make_no_sense(options: dict[str, float], fault: str) -> None:

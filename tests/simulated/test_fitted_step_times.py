@@ -112,6 +112,18 @@ def test_bad_files_are_told_by_name(tmp_path: Path) -> None:
             read_step_times(path)
 
 
+@pytest.mark.parametrize(
+    ("value", "told"), [(-1e-6, "'step' is -1e-06 s"), (1e300, "'step' is 1e\\+300 s"), (0.0, "coefficients are 0")]
+)
+def test_times_that_run_backwards_or_stand_still_are_refused(tmp_path: Path, value: float, told: str) -> None:
+    good = made()
+    write_step_times(
+        msgspec.structs.replace(good, coefficients=dict.fromkeys(good.coefficients, value)), tmp_path / "c"
+    )
+    with pytest.raises(UserError, match=told):
+        read_step_times(tmp_path / "c")
+
+
 def test_too_few_steps_are_refused() -> None:
     with pytest.raises(UserError, match="3 steps were measured, at least 100"):
         make_step_times([(1, 1, 1, 0, 0.1)] * 3, conditions(), "", [])

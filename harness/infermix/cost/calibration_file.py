@@ -17,6 +17,8 @@ from infermix.roles.facts import Ceilings, MachineFacts
 STEP_TIMES_VERSION = 1
 #: Fewer steps than this say nothing about so many coefficients.
 LEAST_STEPS = 100
+#: No part of a step takes longer.
+MOST_COEFFICIENT_S = 1e6
 
 
 class Machine(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -135,6 +137,10 @@ def read_step_times(path: Path) -> StepTimes:
         )
     if set(found.coefficients) != set(FEATURES) or list(found.most) != list(StepWork._fields):
         raise UserError("has other coefficients than this program knows", where=str(path), hint="calibrate again")
+    wrong = next((name for name, value in found.coefficients.items() if not 0 <= value <= MOST_COEFFICIENT_S), None)
+    if wrong is not None or not any(found.coefficients.values()):
+        told = f"coefficient {wrong!r} is {found.coefficients[wrong]:g} s" if wrong else "all coefficients are 0"
+        raise UserError(f"{told}, so steps would take no time that there is", where=str(path), hint="calibrate again")
     return found
 
 

@@ -108,7 +108,7 @@ def _check(share: float, low: float, high: float, tolerance: float, repeats: int
         raise UserError(f"the share must be above 0 and at most 1, not {share:g}")
     if not 0 < low <= high:
         raise UserError(f"the lowest rate ({low:g}) must be above 0 and not above the highest ({high:g})")
-    if tolerance <= 0:
+    if not tolerance > 0:
         raise UserError(f"the tolerance must be above 0, not {tolerance:g}")
     if repeats < 1:
         raise UserError(f"at least one repeat is needed, not {repeats}")
