@@ -124,10 +124,7 @@ def assemble(options: NativeOptions, context: EngineContext) -> NativeEngine | R
     serving = [_serve(build, loaded, tokenizer, attention, layout, joint) for _ in range(options.replicas)]
     if len(serving) == 1:
         return serving[0][0]
-    engine_facts = build.report.executed["engine"]
-    engine_facts |= {"replicas": options.replicas, "router": options.router}
-    if "swap_host_bytes" in engine_facts:
-        engine_facts["swap_host_bytes"] *= options.replicas
+    build.report.executed["engine"] |= {"replicas": options.replicas, "router": options.router}
     build.report.kv_bytes = options.replicas * (build.report.kv_bytes or 0)
     engines, attach = zip(*serving, strict=True)
     return Replicas(engines, attach, make_router(options.router, options.replicas), build.report)

@@ -43,7 +43,7 @@ def make_swapper(context: EngineContext, store: KVStore, shape: KVShape, report:
     if not swaps(context):
         return None
     swapper = BlockSwapper(store, shape, torch.device(context.machine.device), context.clock_ns)
-    report.executed.setdefault("engine", {}).update(
-        swap_host_bytes=swapper.host_bytes, swap_host_blocks=list(shape.host_blocks)
-    )
+    facts = report.executed.setdefault("engine", {})
+    facts["swap_host_bytes"] = facts.get("swap_host_bytes", 0) + swapper.host_bytes  # of all replicas
+    facts["swap_host_blocks"] = list(shape.host_blocks)
     return swapper
