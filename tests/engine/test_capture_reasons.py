@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from infermix.engine import capture
+from infermix.errors import Unsupported
 from infermix.plugins import Catalogue
 from infermix.roles.component import Choice, Role
 from infermix.roles.facts import MachineFacts
@@ -84,3 +85,47 @@ def test_running_out_of_memory_is_no_such_reason(catalogue: Catalogue) -> None:
     graphs: Any = Failing(torch.OutOfMemoryError("out of memory"))
     with pytest.raises(torch.OutOfMemoryError):
         capture._captured_all(assembly(catalogue), "capture", graphs)
+
+
+def own_work(catalogue: Catalogue, monkeypatch: pytest.MonkeyPatch, outcome: Any, **options: Any) -> Any:
+    """What a decoder captures when capturing has that outcome: an error, or what a replay fills."""
+
+    def captured(work: Any, pool: Any) -> Any:
+        if isinstance(outcome, Exception):
+            raise outcome
+        pools.append(pool)
+        return SimpleNamespace(replay="replay", pool=lambda: "pool"), outcome
+
+    pools: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(capture, "captured", captured)
+    capturing = capture.DecoderCapture(assembly(catalogue, **options))
+    return [capturing(lambda: None) for _ in range(2)], pools
+
+
+def test_work_of_a_decoder_is_captured_into_one_pool(catalogue: Catalogue, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, pools = own_work(catalogue, monkeypatch, "result")
+    assert found == [("replay", "result")] * 2
+    assert pools == [None, "pool"]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "options", "reason"),
+    [
+        (RuntimeError("called a synchronizing operation\nmore"), {}, "work cannot be captured: called a synchr"),
+        ("result", {"graphs": "off"}, "switched off by the experiment"),
+    ],
+    ids=["waits", "off"],
+)
+def test_work_of_a_decoder_that_is_not_captured(
+    catalogue: Catalogue, monkeypatch: pytest.MonkeyPatch, outcome: Any, options: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(Unsupported, match=reason):
+        own_work(catalogue, monkeypatch, outcome, **options)
+
+
+def test_running_out_of_memory_is_no_reason_for_a_decoder(
+    catalogue: Catalogue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(torch.OutOfMemoryError):
+        own_work(catalogue, monkeypatch, torch.OutOfMemoryError("out of memory"))

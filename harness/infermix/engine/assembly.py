@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from infermix.engine.adapters.mla import LatentAttention
-from infermix.engine.capture import capture, why_not_captured
+from infermix.engine.capture import DecoderCapture, capture, why_not_captured
 from infermix.engine.components import NativeOptions
 from infermix.engine.inner_decoder import inner_decoder
 from infermix.engine.isolated import Prepared, prepare
@@ -188,7 +188,7 @@ def _decoder_context(build: Assembly, loaded: LoadedModel, tokenizer: Any) -> De
         facts=context.facts, device=str(build.device), dtype=context.dtype, max_num_seqs=build.max_num_seqs,
         max_model_len=context.max_model_len, seed=context.seed, model=loaded.model, tokenizer=tokenizer,
         eos_token_ids=loaded.eos_token_ids, weight_bytes=build.report.weight_bytes, base=context.base,
-        progress=context.progress, clock_ns=context.clock_ns,
+        progress=context.progress, clock_ns=context.clock_ns, capture=DecoderCapture(build),
         second=second_models(build, capture=why_not_captured(build, recompute=False) is None),
     )  # fmt: skip
     return replace(made, inner=functools.partial(inner_decoder, build, made))

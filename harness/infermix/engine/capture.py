@@ -6,11 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from infermix.engine.graphs import StepGraphs
+from infermix.engine.graphs import StepGraphs, captured
 from infermix.engine.mixed_graphs import MixedGraphs, worthwhile_tokens
+from infermix.errors import Unsupported
 from infermix.roles.component import Role
+from infermix.roles.decoder import Captured
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from infermix.engine.assembly import Assembly
@@ -84,9 +88,38 @@ def _captured_all(build: Assembly, phase: str, graphs: StepGraphs | MixedGraphs)
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        torch.cuda.synchronize()
-        return f"the model cannot be captured: {str(error).splitlines()[0]}"
+        return f"the model cannot be captured: {_reason(error)}"
     return None
+
+
+def _reason(error: RuntimeError) -> str:
+    """Once the device has done what was begun."""
+    torch.cuda.synchronize()
+    return str(error).splitlines()[0]
+
+
+class DecoderCapture:
+    """`DecoderContext.capture`: graphs of a decoder's own work, under the rules of steps.
+
+    They have a memory pool of their own, so that neither a step nor its results lie where a decoder's replay writes.
+    """
+
+    def __init__(self, build: Assembly) -> None:
+        self._refusal = why_not_captured(build, recompute=False)
+        self._pool: Any = None
+
+    def __call__(self, work: Callable[[], Any]) -> Captured:
+        if self._refusal:
+            raise Unsupported(self._refusal)
+        try:
+            with torch.inference_mode():
+                graph, result = captured(work, self._pool)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise Unsupported(f"the decoder's work cannot be captured: {_reason(error)}") from error
+        self._pool = self._pool or graph.pool()
+        return Captured(graph.replay, result)
 
 
 def why_not_captured(build: Assembly, recompute: bool) -> str | None:

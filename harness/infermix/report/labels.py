@@ -44,10 +44,20 @@ def notes(record: Summary) -> list[str]:
     lossy = [role for role, part in _parts(record) if not part.lossless]
     if lossy:
         found.append(f"lossy: {', '.join(lossy)}")
+    return found if record.device == "cpu" else [*found, *_eager(record)]
+
+
+def _eager(record: Summary) -> list[str]:
+    """What ran eagerly although the device has graphs: all steps, or else a part's own work."""
     graphs = record.environment.get("graphs") or {}
-    if record.device != "cpu" and graphs.get("captured") == 0:
-        found.append(f"no step captured: {graphs.get('reason', 'no reason given')}")
-    return found
+    if graphs.get("captured") == 0:
+        return [f"no step captured: {graphs.get('reason', 'no reason given')}"]
+    own = ((role, part.executed.get("graphs") or {}) for role, part in _parts(record))
+    return [
+        f"{role} launched eagerly: {facts.get('reason', 'no reason given')}"
+        for role, facts in own
+        if facts.get("captured") == 0
+    ]
 
 
 def adapters(record: Summary) -> list[str]:

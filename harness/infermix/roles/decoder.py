@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 
+from infermix.errors import Unsupported
 from infermix.roles.component import Options
 
 if TYPE_CHECKING:
@@ -172,6 +173,17 @@ class Sampler(Protocol):
         ...
 
 
+class Captured(NamedTuple):
+    """Work of the device that `replay()` queues again, and what it returned: tensors that each replay fills anew."""
+
+    replay: Callable[[], None]
+    result: Any
+
+
+def captures_nothing(work: Callable[[], Any]) -> Captured:
+    raise Unsupported("this engine captures nothing")
+
+
 @dataclass(frozen=True, kw_only=True)
 class DecoderContext:
     """What a decoder is built from.
@@ -179,7 +191,9 @@ class DecoderContext:
     `model` is the target as the joint drives it (for heads and embeddings), `eos_token_ids` end a request, `base`
     is the folder that relative paths start from, `weight_bytes` what the target's weights take as they are held,
     `second(source, options)` loads another model beside the target, `clock_ns` is the one clock, for time spent
-    drafting, `inner(name, options)` builds the decoder that another one wraps.
+    drafting, `inner(name, options)` builds the decoder that another one wraps. `capture(work)` runs work of the
+    decoder's own, which must not wait for the device, and captures it in a CUDA graph; it raises `Unsupported` with
+    the reason where it cannot, or must not: the decoder then runs it eagerly and says why in `details`.
     """
 
     facts: ModelFacts
@@ -197,6 +211,7 @@ class DecoderContext:
     second: Callable[..., Any] | None = None
     clock_ns: Callable[[], int] | None = None
     inner: Callable[[str, dict[str, Any]], Any] | None = None
+    capture: Callable[[Callable[[], Any]], Captured] = captures_nothing
 
 
 class Decoder(Protocol):
