@@ -15,6 +15,8 @@ from infermix_decoders.build_medusa import output_weight
 from infermix_decoders.eagle import FEW, EagleDrafter
 from infermix_decoders.eagle_cache import EagleCache
 from infermix_decoders.eagle_layer import EagleDraft, EagleShape
+from infermix_decoders.eagle_round import GuessingRound, room_for_guesses
+from infermix_decoders.eagle_rounds import PaddedRounds, PlainRounds, Rounds, RoundShapes
 from infermix_decoders.head_files import EAGLE_FILES, check_shapes, number_of, read_config, read_tensors
 from infermix_decoders.lane_rows import LaneRows
 
@@ -36,13 +38,17 @@ def build_eagle(options: EagleOptions, context: DecoderContext) -> TreeDecoder:
     embed: Any = context.model.get_input_embeddings()
     if embedding is not None:
         embed = nn.Embedding.from_pretrained(embedding.to(output.device, output.dtype))
-    capacity = context.max_model_len + max(options.beam * options.depth, FEW)
+    beam, num_nodes = min(options.beam, output.shape[0]), _num_nodes(options, output.shape[0])
+    capacity = context.max_model_len + max(room_for_guesses(beam, options.depth), FEW)
+    draft.tabulate(context.max_model_len + max(options.depth, FEW))
     cache = EagleCache(context.max_num_seqs, capacity, shape.num_kv_heads, shape.head_dim, output)
     latest = LaneRows(context.max_num_seqs, shape.width, output.device, output.dtype)
-    drafter = EagleDrafter(
+    guess = GuessingRound(
         draft, embed, context.model.get_output_embeddings(), cache, latest,
-        beam=options.beam, depth=options.depth, num_nodes=_num_nodes(options, output.shape[0]),
+        beam=beam, depth=options.depth, num_nodes=num_nodes,
     )  # fmt: skip
+    rounds, told = _rounds(guess, capacity, context, output.device)
+    drafter = EagleDrafter(draft, embed, cache, latest, rounds, depth=options.depth, num_nodes=num_nodes)
     decoder = TreeDecoder(
         drafter, options.depth, context.max_model_len,
         uniform=context.device.startswith("cuda"), clock_ns=context.clock_ns,
@@ -51,8 +57,27 @@ def build_eagle(options: EagleOptions, context: DecoderContext) -> TreeDecoder:
         "draft_weight_bytes": sum(tensor.numel() * tensor.element_size() for tensor in draft.state_dict().values()),
         "draft_kv_bytes": cache.bytes,
         "tree_nodes": drafter.num_nodes,
+        "graphs": told,
     }
     return decoder
+
+
+def _rounds(
+    guess: GuessingRound, capacity: int, context: DecoderContext, device: torch.device
+) -> tuple[Rounds, dict[str, Any]]:
+    """Rounds that are replayed where the engine captures them, and what was captured, or the reason, for the record.
+
+    All graphs are captured here: a step that is measured must not wait for one.
+    """
+    padded = PaddedRounds(guess, RoundShapes.up_to(context.max_num_seqs, capacity), device)
+    try:
+        for done in padded.capture_all(context.capture):
+            context.progress("capture drafter", done)
+    except Unsupported as refusal:
+        return PlainRounds(guess, device), {"captured": 0, "reason": str(refusal)}
+    shapes = padded.shapes
+    told = {"batches": list(shapes.batches), "reaches": list(shapes.reaches)}
+    return padded, {"captured": len(shapes.batches) * len(shapes.reaches), **told}
 
 
 def _num_nodes(options: EagleOptions, vocab_size: int) -> int:

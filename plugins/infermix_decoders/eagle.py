@@ -10,11 +10,10 @@ import torch
 from infermix.roles.decoder import Forward
 from infermix.roles.request import Sequence
 from infermix.toolkit.tree_verification import DraftTree, Verified
-from torch import Tensor
 
 from infermix_decoders.eagle_cache import EagleCache, causal_places
 from infermix_decoders.eagle_layer import EagleDraft
-from infermix_decoders.eagle_tree import grow_tree
+from infermix_decoders.eagle_rounds import Rounds
 from infermix_decoders.lane_rows import LaneRows, lanes_of, lists_to_device
 
 #: New pairs of a sequence that are computed together with those of others; more are a prompt, computed alone.
@@ -32,40 +31,18 @@ class Pairs:
     ended: bool
 
 
-@dataclass(slots=True)
-class _Round:
-    """One round of guessing for B sequences, with room for n guesses each behind the C places that any has seen.
-
-    `behind [B, n]` are the places of guesses in a row of the cache and `slots [B, n]` those in all rows, `seen
-    [B, 1, C + n]` tells which places hold what a sequence has seen, `positions [B, depth]` are those of each depth.
-    `features` and `ancestors` are those of the guesses of the depth before.
-    """
-
-    lanes: Tensor
-    behind: Tensor
-    slots: Tensor
-    seen: Tensor
-    positions: Tensor
-    features: Tensor
-    ancestors: Tensor | None = None
-
-
 class EagleDrafter:
-    """A `TreeDrafter`. `embed` and `head` are the target's own, or the checkpoint's. Reads the device once a step."""
+    """A `TreeDrafter`. `embed` is the target's own, or the checkpoint's. Reads the device once a step."""
 
     reads_hidden = True
 
     def __init__(
-        self, draft: EagleDraft, embed: Any, head: Any, cache: EagleCache, latest: LaneRows, *,
-        beam: int, depth: int, num_nodes: int,
+        self, draft: EagleDraft, embed: Any, cache: EagleCache, latest: LaneRows, rounds: Rounds, *,
+        depth: int, num_nodes: int,
     ) -> None:  # fmt: skip
-        self._draft, self._embed, self._head = draft, embed, head
-        self._cache, self._latest = cache, latest
-        self._beam, self._depth = beam, depth
-        device = latest.device
-        self._columns, self._depths = torch.arange(beam * depth, device=device), torch.arange(depth, device=device)
-        self._own = torch.eye(beam, dtype=torch.bool, device=device)
-        self.num_nodes = num_nodes
+        self._draft, self._embed = draft, embed
+        self._cache, self._latest, self._rounds = cache, latest, rounds
+        self._depth, self.num_nodes = depth, num_nodes
 
     def propose(self, sequences: Seq[Sequence], depths: Seq[int]) -> Seq[DraftTree]:
         known = [sequence for sequence in sequences if self._latest.knows(sequence)]
@@ -114,58 +91,11 @@ class EagleDrafter:
         )
 
     def _grow(self, sequences: list[Sequence]) -> list[DraftTree]:
-        going = self._begin(sequences)
-        first = self._log_probabilities(going.features[:, 0])
-        tokens, parents = grow_tree(
-            first, lambda *given: self._expand(going, *given), min(self._beam, first.shape[-1]), self._depth,
-            self.num_nodes,
-        )  # fmt: skip
-        both = torch.stack((tokens, parents)).tolist()
-        return [DraftTree(tuple(own), tuple(above)) for own, above in zip(*both, strict=True)]
-
-    def _begin(self, sequences: list[Sequence]) -> _Round:
-        """What all depths have in common is computed once: on a GPU every small operator is a launch."""
         # The next pair is of the feature that was guessed behind the last token, and of a guess of what follows it.
         nexts = [len(sequence.tokens) - 1 for sequence in sequences]
         counts = [self._cache.count(sequence) for sequence in sequences]
-        lanes, past, positions = lists_to_device(self._latest.device, lanes_of(sequences), counts, nexts)
-        behind = past[:, None] + self._columns
-        reach = max(counts) + self._columns.shape[0]
-        return _Round(
-            lanes=lanes,
-            behind=behind,
-            slots=self._cache.slots(lanes, behind),
-            seen=torch.arange(reach, device=past.device) < past[:, None, None],
-            positions=positions[:, None] + self._depths,
-            features=self._latest.take(lanes)[:, None],
-        )
-
-    def _expand(self, going: _Round, tokens: Tensor, parents: Tensor, level: int) -> Tensor:
-        """Features of a depth's guesses, and log-probabilities behind them; `_Round` then stands for that depth."""
-        batch, beam = tokens.shape
-        own, above = self._own[:beam, :beam].expand(batch, -1, -1), parents[..., None]
-        if going.ancestors is None:
-            features, going.ancestors = going.features.expand(-1, beam, -1), own
-        else:
-            features = going.features.gather(1, above.expand(-1, -1, going.features.shape[2]))
-            inherited = going.ancestors.gather(1, above.expand(-1, -1, going.ancestors.shape[2]))
-            going.ancestors = torch.cat((inherited, own), dim=2)
-        slots = going.slots[:, (level - 1) * beam : level * beam]
-        positions = going.positions[:, level - 1, None].expand(-1, beam)
-        attention = self._cache.attention(going.lanes, slots, _visible(going, beam * level, self._columns.shape[0]))
-        going.features = self._draft(features, self._embed(tokens), positions, attention)
-        return self._log_probabilities(going.features)
-
-    def _log_probabilities(self, features: Tensor) -> Tensor:
-        return torch.log_softmax(self._head(features), dim=-1, dtype=torch.float32)
-
-
-def _visible(going: _Round, num_guesses: int, most_guesses: int) -> Tensor:
-    """`[B, k, C + num_guesses]`: all seen pairs, and of the guesses behind them those of the same branch."""
-    assert going.ancestors is not None
-    num_columns = going.seen.shape[2] - most_guesses + num_guesses
-    visible = going.seen[:, :, :num_columns].repeat(1, going.ancestors.shape[1], 1)
-    return visible.scatter_(2, going.behind[:, None, :num_guesses].expand_as(going.ancestors), going.ancestors)
+        made = self._rounds(lanes_of(sequences), counts, nexts).tolist()
+        return [DraftTree(tuple(tokens), tuple(parents)) for tokens, parents in made]
 
 
 def _within(tree: DraftTree, depth: int, grown: int) -> DraftTree:

@@ -1,6 +1,9 @@
-"""Keys and values of the draft layer: a row per lane, long enough for a text and the tree that is being guessed."""
+"""Keys and values of the draft layer: a row per lane, long enough for a text and what is guessed behind it."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +23,11 @@ class EagleCache:
         self._counts: dict[int, int] = {}
 
     @property
+    def capacity(self) -> int:
+        """Places of a row."""
+        return self.keys.shape[1]
+
+    @property
     def bytes(self) -> int:
         return 2 * self.keys.numel() * self.keys.element_size()
 
@@ -37,6 +45,10 @@ class EagleCache:
         """`[B, n]`: where `places [B, n]` of rows `lanes [B]` lie when all rows are one."""
         return lanes[:, None] * self.keys.shape[1] + places
 
+    def copies(self, lanes: Tensor, reach: int) -> tuple[Tensor, Tensor]:
+        """Keys and values `[B, reach, Hkv, D]` of the first places of rows `lanes [B]`."""
+        return self.keys[:, :reach].index_select(0, lanes), self.values[:, :reach].index_select(0, lanes)
+
     def attention(self, lanes: Tensor, slots: Tensor, visible: Tensor) -> Attention:
         return Attention(self, lanes, slots, visible)
 
@@ -52,17 +64,41 @@ class Attention:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """`q [B, n, H, D]`, `k`, `v [B, n, Hkv, D]` -> `[B, n, H, D]`."""
-        cache, reach = self._cache, self._visible.shape[2]
+        cache = self._cache
         for pool, new in ((cache.keys, k), (cache.values, v)):
             pool.flatten(0, 1).index_copy_(0, self._slots, new.flatten(0, 1).to(pool.dtype))
-        keys, values = (
-            pool[:, :reach].index_select(0, self._lanes).transpose(1, 2).to(q.dtype)
-            for pool in (cache.keys, cache.values)
-        )
+        keys, values = cache.copies(self._lanes, self._visible.shape[2])
+        return masked_attention(q, keys, values, self._visible)
+
+
+def masked_attention(q: Tensor, keys: Tensor, values: Tensor, visible: Tensor) -> Tensor:
+    """`q [B, n, H, D]` over the `visible [B, n, C]` of `keys`, `values [B, C, Hkv, D]` -> `[B, n, H, D]`.
+
+    Query heads that share a KV head stand in line as if they were tokens: told of groups, PyTorch repeats the keys
+    and values for every head when there is a mask.
+    """
+    heads, num_new = keys.shape[2], q.shape[1]
+    groups = q.shape[2] // heads
+    lined = q.unflatten(2, (heads, groups)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    with _without_cudnn():
         out = F.scaled_dot_product_attention(
-            q.transpose(1, 2), keys, values, attn_mask=self._visible[:, None], enable_gqa=q.shape[2] != keys.shape[1]
-        )
-        return out.transpose(1, 2)
+            lined, keys.transpose(1, 2).to(q.dtype), values.transpose(1, 2).to(q.dtype),
+            attn_mask=visible.repeat(1, groups, 1)[:, None],
+        )  # fmt: skip
+    return out.unflatten(2, (groups, num_new)).permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+
+@contextmanager
+def _without_cudnn() -> Iterator[None]:
+    """cuDNN's attention, which PyTorch prefers on some GPUs, makes a plan on the host for every new shape, and the
+    shapes of what the layer is shown change with every step. `sdpa_kernel` would take several times as long.
+    """
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 def causal_places(past: Tensor, num_new: int, reach: int) -> tuple[Tensor, Tensor]:

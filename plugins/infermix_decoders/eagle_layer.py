@@ -17,6 +17,9 @@ from torch import Tensor, nn
 #: `attend(q [T, H, D], k [T, Hkv, D], v [T, Hkv, D]) -> [T, H, D]`: what is cached is up to whoever calls.
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
+#: Cosines and sines `[..., 1, head_dim]` of positions.
+Angles = tuple[Tensor, Tensor]
+
 
 @dataclass(frozen=True, slots=True)
 class EagleShape:
@@ -54,10 +57,9 @@ class DraftAttention(nn.Module):
         self.v_proj = nn.Linear(shape.width, keys, bias=False)
         self.o_proj = nn.Linear(queries, shape.width, bias=False)
 
-    def forward(self, x: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        dim = self.shape.head_dim
+    def forward(self, x: Tensor, angles: Angles, attend: Attend) -> Tensor:
+        dim, (cos, sin) = self.shape.head_dim, angles
         q, k, v = (linear(x).unflatten(-1, (-1, dim)) for linear in (self.q_proj, self.k_proj, self.v_proj))
-        cos, sin = _angles(positions, dim, self.shape.rope_theta, x.dtype)
         return self.o_proj(attend(_rotated(q, cos, sin), _rotated(k, cos, sin), v).flatten(-2))
 
 
@@ -79,23 +81,40 @@ class DraftLayer(nn.Module):
         self.mlp = DraftMlp(shape.width, shape.intermediate)
         self.post_attention_layernorm = RmsNorm(shape.width, shape.eps)
 
-    def forward(self, x: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        x = x + self.self_attn(x, positions, attend)
+    def forward(self, x: Tensor, angles: Angles, attend: Attend) -> Tensor:
+        x = x + self.self_attn(x, angles, attend)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class EagleDraft(nn.Module):
-    """`features`, `embeddings` `[..., D]`, `positions [...]` -> the next features `[..., D]`."""
+    """`features`, `embeddings` `[..., D]`, `positions [...]` -> the next features `[..., D]`.
+
+    Tokens of one position may share it: dimensions of `positions` may be 1.
+    """
+
+    _table: Tensor | None
 
     def __init__(self, shape: EagleShape) -> None:
         super().__init__()
         self.shape = shape
         self.fc = nn.Linear(2 * shape.width, shape.width, bias=shape.bias)
         self.layers = nn.ModuleList([DraftLayer(shape)])
+        self.register_buffer("_table", None, persistent=False)
+
+    def tabulate(self, num_positions: int) -> None:
+        """From here on, look up the angles of the first positions: to compute them is ten launches."""
+        positions = torch.arange(num_positions, device=self.fc.weight.device)
+        self._table = torch.cat(self._angles(positions, self.fc.weight.dtype), dim=1)
 
     def forward(self, features: Tensor, embeddings: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        both = torch.cat((embeddings.to(features.dtype), features), dim=-1)
-        return self.layers[0](self.fc(both), positions, attend)
+        both = self.fc(torch.cat((embeddings.to(features.dtype), features), dim=-1))
+        return self.layers[0](both, self._angles(positions, both.dtype), attend)
+
+    def _angles(self, positions: Tensor, dtype: torch.dtype) -> Angles:
+        if self._table is None:
+            return _angles(positions, self.shape.head_dim, self.shape.rope_theta, dtype)
+        cos, sin = self._table[positions].split(1, dim=-2)
+        return cos, sin
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -105,7 +124,7 @@ def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).transpose(1, 2)
 
 
-def _angles(positions: Tensor, dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _angles(positions: Tensor, dim: int, theta: float, dtype: torch.dtype) -> Angles:
     """`[..., 1, dim]` cosines and sines (Su et al., 2021), halves side by side."""
     steps = torch.arange(0, dim, 2, device=positions.device, dtype=torch.float32) / dim
     angles = positions[..., None].float() * theta**-steps

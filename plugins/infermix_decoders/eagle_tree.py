@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 #: `expand(tokens [B, k], parents [B, k], depth) -> log-probabilities [B, k, V]` of what follows each guess.
-#: `parents` index the beam of the depth before (any at depth 1).
+#: `parents` index the beam of the depth before (0 at depth 1).
 Expand = Callable[[Tensor, Tensor, int], Tensor]
 
 

@@ -39,8 +39,12 @@ class LaneRows:
 
 def to_device(values: Seq[int], device: torch.device) -> Tensor:
     """int64, without waiting for the device."""
-    host = torch.tensor(values, dtype=torch.int64, pin_memory=device.type == "cuda")
-    return host.to(device, non_blocking=True)
+    return on_host(values, device).to(device, non_blocking=True)
+
+
+def on_host(values: Seq[int], device: torch.device) -> Tensor:
+    """int64, ready to be copied to the device without waiting."""
+    return torch.tensor(values, dtype=torch.int64, pin_memory=device.type == "cuda")
 
 
 def lanes_of(sequences: Seq[Sequence]) -> list[int]:

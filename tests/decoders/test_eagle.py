@@ -43,7 +43,9 @@ class Afresh:
             return self._said(torch.stack([self._guess(*branch) for branch in grown]))[None]
 
         drafter = self._drafter
-        made = grow_tree(self._said(guessed)[None], expand, drafter._beam, drafter._depth, drafter.num_nodes)
+        made = grow_tree(
+            self._said(guessed)[None], expand, drafter._rounds.guess._beam, drafter._depth, drafter.num_nodes
+        )
         return DraftTree(*(tuple(part[0].tolist()) for part in made))
 
     def _guess(self, features: Tensor, tokens: list[int]) -> Tensor:

@@ -1,7 +1,10 @@
 """A decoder's own Python: time in `launch` and `collect` outside of forwards, sampling and waiting for the device.
 
 Forwards are those of the target, of a draft model, of draft heads and of a draft layer; what chooses among their
-outputs (trees, masks, acceptance) is the decoder's own, and so is what it launches on the device for that.
+outputs (trees, masks, acceptance) is the decoder's own, and so is what it launches on the device for that. A round of
+guesses that `eagle` replays from a graph has the forwards of its layer inside, among what chooses between them: the
+replay as a whole counts as a forward, lists and copies before and behind it as the decoder's own. Where rounds are
+launched operator by operator (on a CPU, or without graphs), only embedding, layer and head count as forwards.
 """
 
 from __future__ import annotations
@@ -30,6 +33,8 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "constrained": ("autoregressive", {}),
     "beam": ("beam", {"num_beams": 4}),
 }
+#: Of these, those that replay work of their own from graphs: their engines are measured with graphs.
+REPLAYING = frozenset({"eagle"})
 
 
 class OwnTime:
@@ -93,9 +98,16 @@ def foreign_calls(engine: Any) -> list[tuple[Any, str]]:
     drafter = getattr(decoder, "_drafter", None)
     if hasattr(drafter, "_heads"):
         found.append((drafter._heads, "best"))
-    if hasattr(drafter, "_embed"):
-        found += [(drafter, name) for name in ("_embed", "_draft", "_head")]
+    if hasattr(drafter, "_rounds"):
+        found += [(drafter, name) for name in ("_embed", "_draft")] + _rounds(drafter._rounds)
     return found
+
+
+def _rounds(rounds: Any) -> list[tuple[Any, str]]:
+    """The replay of captured rounds; of others the forwards inside."""
+    if getattr(rounds, "_captured", None):
+        return [(rounds, "run")]
+    return [(rounds.guess, name) for name in ("_embed", "_draft", "_head")]
 
 
 def write_random_heads(folder: Path, width: int, vocab_size: int) -> None:

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from decoder_overhead import DECODERS, OwnTime, constrain, write_random_heads
+from decoder_overhead import DECODERS, REPLAYING, OwnTime, constrain, write_random_heads
 from engine import TRANSFORMS, choose
 from infermix.cost.machine import machine_facts
 from infermix.cost.model_facts import read_model_facts
@@ -192,8 +192,9 @@ def overhead_rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as base:
         write_random_heads(Path(base), facts.hidden_size, facts.vocab_size)
         for name in given.decoders.split(","):
-            # Forwards are not what is timed, so nothing is captured.
-            engine = build(given.small, given.device, DECODERS[name], 64, 8 << 30, "off", Path(base))
+            # Forwards are not what is timed, so nothing is captured but with decoders that have graphs of their own.
+            graphs = "auto" if name in REPLAYING else "off"
+            engine = build(given.small, given.device, DECODERS[name], 64, 8 << 30, graphs, Path(base))
             if name == "constrained":
                 constrain(engine)
             if hasattr(engine._decoder, "_uniform"):
