@@ -21,12 +21,12 @@ from torch import nn
 
 from infermix_quant import common
 from infermix_quant.checkpoint_read import PackedCheckpoint
-from infermix_quant.checkpoint_write import save_checkpoint
+from infermix_quant.checkpoint_write import CONFIG, WEIGHTS, save_checkpoint
 from infermix_quant.formats import Unsaveable
 from infermix_quant.quantizer_checkpoint import read_linears
 
 #: Part of the key: raised when an algorithm or a format changes what comes out.
-_VERSION = 1
+_VERSION = 2
 _REPORT = "infermix_report.json"
 
 
@@ -42,20 +42,25 @@ def cached(
 
     The key is the digest of the unquantized weights, the dtype, the method with its options, and the token ids of the
     calibration. `details` of the report say where the checkpoint (format `form`) lies and whether it was there, or
-    why it could not be kept. Dummy weights are never kept.
+    why it could not be kept. Dummy weights are never kept. An entry whose files are no longer those that were written
+    is thrown away and made again; `replaced` of the report says what was wrong with it.
     """
     if context.directory is None or not context.model_digest:
         return quantize()
     target = cache_dir("quantized") / f"{name}-{_key(context, name, options, form)}"
-    if target.is_dir():
+    damage = _damage(target) if target.is_dir() else None
+    if target.is_dir() and damage is None:
         return _restore(model, context, target)
+    if damage is not None:
+        shutil.rmtree(target)
     report = quantize()
     settings = {**msgspec.to_builtins(options), "format": form}
     try:
         _save(model, context.directory, target, settings, report)
     except Unsaveable as reason:
         return replace(report, details={**report.details, "checkpoint": f"not kept: {reason}"})
-    return replace(report, details={**report.details, "checkpoint": target.name, "from_cache": False})
+    found = {} if damage is None else {"replaced": damage}
+    return replace(report, details={**report.details, "checkpoint": target.name, "from_cache": False, **found})
 
 
 def _key(context: QuantizerContext, name: str, options: msgspec.Struct, form: str) -> str:
@@ -73,11 +78,27 @@ def _save(
     try:
         save_checkpoint(model, aside, source, settings)
         facts = {"method": report.method, "skipped": report.skipped, "details": report.details}
+        facts["files"] = {name: _digest(aside / name) for name in (CONFIG, WEIGHTS)}
         (aside / _REPORT).write_text(json.dumps({**facts, "precision_bits": report.precision_bits}), encoding="utf-8")
         if not target.exists():
             os.rename(aside, target)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def _damage(directory: Path) -> str | None:
+    """What is wrong with an entry, `None` when its files are those that were written."""
+    try:
+        files = json.loads((directory / _REPORT).read_text(encoding="utf-8"))["files"]
+        changed = [name for name in (CONFIG, WEIGHTS) if _digest(directory / name) != files[name]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"the entry cannot be read: {error}"
+    return f"{changed[0]} is not the file that was written" if changed else None
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _restore(model: nn.Module, context: QuantizerContext, directory: Path) -> QuantizationReport:

@@ -203,6 +203,35 @@ def test_other_calibration_other_entry(source: Path, tmp_path: Path, monkeypatch
     assert len(names) == 2
 
 
+def _cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:100])
+
+
+def _flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0x55
+    path.write_bytes(bytes(content))
+
+
+@pytest.mark.parametrize("damage", [_cut, _flip, Path.unlink])
+@pytest.mark.parametrize("file", ["model.safetensors", "config.json", "infermix_report.json"])
+def test_a_damaged_entry_is_made_again_and_the_report_says_so(
+    damage: Any, file: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    first, second = calibration_model("llama"), calibration_model("llama")
+    entry = AwqQuantizer(AwqOptions()).apply(first, _context(source)).details["checkpoint"]
+    if (file, damage) == ("infermix_report.json", _flip):
+        pytest.skip("the report itself is not digested")
+    damage(tmp_path / "cache/infermix/quantized" / entry / file)
+    details = AwqQuantizer(AwqOptions()).apply(second, _context(source)).details
+    assert details["from_cache"] is False
+    assert details["replaced"]
+    torch.testing.assert_close(second(input_ids=IDS).logits, first(input_ids=IDS).logits)
+    third = AwqQuantizer(AwqOptions()).apply(calibration_model("llama"), _context(source)).details
+    assert third["from_cache"] is True
+
+
 def _packed(folder: Path, **changes: Any) -> Path:
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"].update(changes)
@@ -242,6 +271,13 @@ def test_scales_that_are_not_finite_are_refused(packed: Path, bad: float) -> Non
 def test_an_unknown_method_is_refused(packed: Path) -> None:
     with pytest.raises(UserError, match=r"packed by exotic.*read are: gptq, awq, compressed-tensors"):
         CheckpointQuantizer(None).apply(calibration_model("llama"), _context(_packed(packed, quant_method="exotic")))  # type: ignore[arg-type]
+
+
+def test_infinite_numbers_beside_the_packed_weights_are_refused(packed: Path) -> None:
+    model = calibration_model("llama")
+    model.model.norm.weight.data[3] = float("nan")
+    with pytest.raises(UserError, match=r"the weights of model\.norm are not finite"):
+        CheckpointQuantizer(None).apply(model, _context(packed))  # type: ignore[arg-type]
 
 
 def test_biases_of_zeros_are_left_out(packed: Path) -> None:
