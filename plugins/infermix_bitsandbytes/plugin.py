@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from infermix.hookspecs import hookimpl
 from infermix.roles.component import Component, Features, Role
 from infermix.roles.quantizer import QuantizerOptions
+from infermix.toolkit.skip import UNTOUCHED
 from msgspec import Meta
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ class BitsandbytesOptions(QuantizerOptions, frozen=True, kw_only=True):
     ] = "packed"
     skip: Annotated[
         tuple[str, ...], Meta(description="patterns (as in a shell) of module names that stay as they are")
-    ] = ("*lm_head", "*embed_out", "*output_projection")
+    ] = UNTOUCHED
 
 
 def _build(options: BitsandbytesOptions, context: None) -> Any:

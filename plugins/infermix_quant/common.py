@@ -9,10 +9,11 @@ from typing import Any
 
 from infermix.errors import UserError
 from infermix.roles.quantizer import QuantizationReport, QuantizerContext
-from infermix.toolkit.linears import FoundLinear, check_group_size
+from infermix.toolkit.linears import FoundLinear, check_group_size, check_scales
 from torch import nn
 
-from infermix_quant.linear_grouped import QuantLinear
+from infermix_quant.grid import Quantized
+from infermix_quant.linear_grouped import QuantLinear, make_linear
 
 
 def check_groups(found: Sequence[FoundLinear], group_size: int) -> None:
@@ -28,6 +29,12 @@ def group_size_of(linear: FoundLinear, group_size: int) -> int:
 def bits_of(linear: FoundLinear, bits: int, bits_for: Mapping[str, int]) -> int:
     """Of the first pattern that matches the name, otherwise `bits`."""
     return next((number for pattern, number in bits_for.items() if fnmatch.fnmatch(linear.name, pattern)), bits)
+
+
+def grouped(linear: FoundLinear, weight: Quantized) -> QuantLinear:
+    """The linear of rounded weights. Raises `UserError` for weights so large that 16-bit scales do not hold them."""
+    check_scales(linear, weight.scale)
+    return make_linear(weight, linear.bias)
 
 
 def check_patterns(found: Sequence[FoundLinear], patterns: Sequence[str]) -> None:

@@ -48,6 +48,8 @@ class InputGroup:
 
     def add(self, x: Tensor, want_gram: bool) -> None:
         rows = x.detach().reshape(-1, x.shape[-1]).float()
+        if not rows.shape[0]:  # an expert that no token of the sample chose
+            return
         magnitude = rows.abs()
         self.num_rows += rows.shape[0]
         peak = magnitude.amax(dim=0)
@@ -68,9 +70,7 @@ def observe(
 
     Raises `UserError` naming a linear that no sample reaches, or whose inputs are not finite.
     """
-    groups = _groups_of_first_sample(layer, linears)
-    reached = {linear.name for group in groups for linear in group.linears}
-    missing = [linear.name for linear in linears if linear.name not in reached]
+    groups, missing = _reached_groups(layer, linears)
     if missing:
         raise UserError(
             f"no calibration sample reaches {missing[0]}" + (f" and {len(missing) - 1} more" if missing[1:] else ""),
@@ -107,7 +107,20 @@ def _removed(hooks: Sequence[Any]) -> Iterator[None]:
             hook.remove()
 
 
-def _groups_of_first_sample(layer: CalibrationLayer, linears: Sequence[FoundLinear]) -> list[InputGroup]:
+def _reached_groups(layer: CalibrationLayer, linears: Sequence[FoundLinear]) -> tuple[list[InputGroup], list[str]]:
+    """Groups, and the linears that no sample reaches. An expert that the first one does not reach, others may."""
+    groups: list[InputGroup] = []
+    left = list(linears)
+    for sample in range(layer.num_samples):
+        groups += _groups_of_sample(layer, left, sample)
+        reached = {linear.name for group in groups for linear in group.linears}
+        left = [linear for linear in left if linear.name not in reached]
+        if not left:
+            break
+    return groups, [linear.name for linear in left]
+
+
+def _groups_of_sample(layer: CalibrationLayer, linears: Sequence[FoundLinear], sample: int) -> list[InputGroup]:
     """Which linears get one and the same tensor object, and whose output that object is."""
     groups: dict[int, InputGroup] = {}
     made: dict[int, str] = {}
@@ -116,6 +129,8 @@ def _groups_of_first_sample(layer: CalibrationLayer, linears: Sequence[FoundLine
 
     def before(name: str, module: nn.Module) -> Callable[[Tensor], None]:
         def see(x: Tensor) -> None:
+            if not x.numel():
+                return
             alive.append(x)
             group = groups.setdefault(id(x), InputGroup([], made.get(id(x))))
             group.consumers.append(name)
@@ -136,7 +151,7 @@ def _groups_of_first_sample(layer: CalibrationLayer, linears: Sequence[FoundLine
     hooks = [module.register_forward_hook(after(name)) for name, module in leaves]
     hooks += [_hook(module, before(name, module)) for name, module in leaves]
     with _removed(hooks):
-        layer.output(0)
+        layer.output(sample)
     return [group for group in groups.values() if group.linears]
 
 

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from infermix.roles.quantizer import QuantizerOptions
 from infermix.toolkit.calibration import CalibratedOptions
+from infermix.toolkit.skip import UNTOUCHED
 from msgspec import Meta
 
 Bits = Literal[2, 3, 4, 8]
@@ -22,8 +23,6 @@ BitsFor = Annotated[
 Symmetric = Annotated[
     bool, Meta(description="scale only; false adds a zero point per scale and uses the range fully")
 ]
-
-UNTOUCHED = ("*lm_head", "*embed_out", "*output_projection")
 
 
 class HqqOptions(QuantizerOptions, frozen=True, kw_only=True):

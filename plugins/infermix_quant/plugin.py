@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from infermix.hookspecs import hookimpl
 from infermix.roles.component import Component, FeatureRule, Features, Options, Role, no_features
 from infermix.toolkit.group_sizes import group_needs
+from infermix.toolkit.skip import UNTOUCHED
 
 from infermix_quant.options import (
-    UNTOUCHED,
     AwqOptions,
     Fp8Options,
     GptqOptions,

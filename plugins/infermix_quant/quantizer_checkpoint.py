@@ -8,7 +8,7 @@ from typing import Any
 from infermix.errors import UserError
 from infermix.roles.component import Options
 from infermix.roles.quantizer import QuantizationReport, QuantizerContext
-from infermix.toolkit.linears import find_linears, replace_module
+from infermix.toolkit.linears import check_finite, find_linears, replace_module
 from torch import nn
 
 from infermix_quant import common
@@ -28,11 +28,12 @@ class CheckpointQuantizer:
         return {}
 
     def apply(self, model: nn.Module, context: QuantizerContext) -> QuantizationReport:
-        """Raises `UserError` when the files hold no packed weights, or others than the model has."""
+        """Raises `UserError` when the files hold no packed weights, others than the model has, or infinite ones."""
         if context.directory is None:
             raise UserError("random weights are not packed", key="parts.quantizer", hint="name a real checkpoint")
         packed = PackedCheckpoint(context.directory, context.device)
         made = read_linears(model, packed, context)
+        check_finite(model)
         _, skipped = find_linears(model)
         left = tuple(name for name, module in model.named_modules() if type(module) is nn.Linear and name not in made)
         done = common.report(packed.describe(), made, tuple(dict.fromkeys((*skipped, *left))))

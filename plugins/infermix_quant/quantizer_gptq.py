@@ -16,7 +16,7 @@ from infermix_quant import common
 from infermix_quant.cache import cached
 from infermix_quant.gptq import GptqSettings, gptq, output_error
 from infermix_quant.grid import Quantized
-from infermix_quant.linear_grouped import QuantLinear, make_linear
+from infermix_quant.linear_grouped import QuantLinear
 from infermix_quant.observe import InputGroup, observe
 from infermix_quant.options import GptqOptions
 
@@ -46,10 +46,11 @@ class GptqQuantizer:
         for layer in walk_layers(model, samples, context.progress):
             for group in self._stages(layer, found):
                 for linear, weight, error in self._quantize(group):
-                    made[linear.name] = make_linear(weight, linear.bias)
+                    made[linear.name] = common.grouped(linear, weight)
                     errors.append(error)
                     replace_module(model, linear.name, made[linear.name])
-        outside = tuple(linear.name for linear in found if linear.name not in made)
+            found = [linear for linear in found if linear.name not in made]  # frees the old weights of this layer
+        outside = tuple(linear.name for linear in found)
         details = {"mean_output_error": fmean(errors)}
         return common.report(self._method(), made, (*skipped, *outside), details)
 

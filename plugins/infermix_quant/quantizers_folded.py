@@ -17,7 +17,7 @@ from infermix_quant.awq import AwqSettings, clip_and_round, search_scale
 from infermix_quant.cache import cached
 from infermix_quant.folding import Fold, fold_each
 from infermix_quant.gptq import output_error
-from infermix_quant.linear_grouped import QuantLinear, make_linear
+from infermix_quant.linear_grouped import QuantLinear
 from infermix_quant.linear_int8 import INT8_MAX, Int8Linear, int8_weight
 from infermix_quant.observe import InputGroup, observe
 from infermix_quant.options import AwqOptions, SmoothQuantOptions
@@ -57,7 +57,8 @@ class FoldedQuantizer:
             for name, linear in self._convert(groups):
                 made[name] = linear
                 replace_module(model, name, linear)
-        outside = tuple(linear.name for linear in found if linear.name not in made)
+            found = [linear for linear in found if linear.name not in made]  # frees the old weights of this layer
+        outside = tuple(linear.name for linear in found)
         errors = {"mean_output_error": fmean(self._errors)} if self._errors else {}
         details = {"folded_inputs": folded, "inputs": total, **errors}
         return common.report(self.method, made, (*skipped, *outside), details, self.precision_bits)
@@ -122,7 +123,7 @@ class AwqQuantizer(FoldedQuantizer):
         weight = clip_and_round(linear.weight, gram, self._settings(linear))
         assert group.gram is not None
         self._errors.append(output_error(linear.weight, weight.dequantize(), group.gram))
-        return make_linear(weight, linear.bias)
+        return common.grouped(linear, weight)
 
 
 class SmoothQuantQuantizer(FoldedQuantizer):

@@ -14,7 +14,7 @@ from infermix_quant import common
 from infermix_quant.cache import cached
 from infermix_quant.hqq import HqqSettings, hqq
 from infermix_quant.linear_fp8 import E4M3_MAX, E4M3_PRECISION, Fp8Linear, fp8_weight, round_e4m3
-from infermix_quant.linear_grouped import QuantLinear, make_linear
+from infermix_quant.linear_grouped import QuantLinear
 from infermix_quant.linear_int8 import INT8_MAX, Int8Linear, LlmInt8Linear, int8_weight
 from infermix_quant.nf4 import Nf4Linear, check_blocks
 from infermix_quant.observe import observe
@@ -70,7 +70,7 @@ class HqqQuantizer(PlainQuantizer):
             group_size=common.group_size_of(linear, options.group_size),
             iterations=options.iterations, norm=options.norm, beta=options.beta, kappa=options.kappa,
         )  # fmt: skip
-        return make_linear(hqq(linear.weight, settings), linear.bias)
+        return common.grouped(linear, hqq(linear.weight, settings))
 
 
 class Nf4Quantizer(PlainQuantizer):

@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from infermix.errors import UserError
 from infermix.roles.quantizer import QuantizationReport, QuantizerContext
 from infermix.toolkit.linears import (
     FoundLinear,
     QuantizedLinear,
     check_group_size,
+    check_scales,
     convert_linears,
-    find_linears,
+    finite_linears,
 )
 from torch import Tensor, nn
 
@@ -33,10 +33,8 @@ class RtnQuantizer:
         return {}
 
     def apply(self, model: nn.Module, context: QuantizerContext) -> QuantizationReport:
-        """Raises `UserError`, with the model unchanged, when the group size fits not every layer."""
-        found, skipped = find_linears(model, self._skip)
-        if not found:
-            raise UserError("the model has no linear to quantize", key="parts.quantizer.skip")
+        """Raises `UserError`, with the model unchanged, for bad weights or groups that do not fit."""
+        found, skipped = finite_linears(model, self._skip)
         if self._granularity == "group":
             check_group_size(found, self._group_size)
         num_weights = sum(linear.weight.numel() for linear in found)
@@ -62,6 +60,7 @@ class RtnQuantizer:
             per_tensor=self._granularity == "tensor",
             symmetric=self._symmetric,
         )
+        check_scales(linear, scale)
         return QuantizedLinear(q, scale, zero, bits=self._bits, bias=linear.bias)
 
 

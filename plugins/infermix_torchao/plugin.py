@@ -8,6 +8,7 @@ from infermix.hookspecs import hookimpl
 from infermix.roles.component import Component, Features, Role
 from infermix.roles.quantizer import QuantizerOptions
 from infermix.toolkit.group_sizes import group_needs
+from infermix.toolkit.skip import UNTOUCHED
 from msgspec import Meta
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ class TorchaoOptions(QuantizerOptions, frozen=True, kw_only=True):
     ] = 64
     skip: Annotated[
         tuple[str, ...], Meta(description="patterns (as in a shell) of module names that stay as they are")
-    ] = ("*lm_head", "*embed_out", "*output_projection")
+    ] = UNTOUCHED
 
 
 def _build(options: TorchaoOptions, context: None) -> Any:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from infermix.hookspecs import hookimpl
 from infermix.roles.component import Component, Features, Options, Role
 from infermix.toolkit.group_sizes import group_needs
+from infermix.toolkit.skip import UNTOUCHED
 from msgspec import Meta
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ class SkinnyLinearOptions(Options, frozen=True):
 class W8A8Options(Options, frozen=True):
     skip: Annotated[
         tuple[str, ...], Meta(description="patterns (as in a shell) of module names that stay as they are")
-    ] = ("*lm_head", "*embed_out", "*output_projection")
+    ] = UNTOUCHED
 
 
 class W4A16Options(W8A8Options, frozen=True):

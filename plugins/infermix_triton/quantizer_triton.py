@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
-from infermix.errors import UserError, WrongResult
+from infermix.errors import WrongResult
 from infermix.roles.quantizer import QuantizationReport, QuantizerContext
-from infermix.toolkit.linears import FoundLinear, check_group_size, convert_linears, find_linears
+from infermix.toolkit.linears import FoundLinear, check_group_size, check_scales, convert_linears, finite_linears
 from infermix_kernels.launch import overlaps_launches
 from infermix_kernels.matmul_launch import MatmulWorkspace
 from infermix_kernels.matmul_table import LinearShape
@@ -41,9 +41,7 @@ class TritonQuantizer:
 
     def apply(self, model: torch.nn.Module, context: QuantizerContext) -> QuantizationReport:
         """Raises `UserError` when an option fits not every layer, `WrongResult` when a kernel is wrong."""
-        found, skipped = find_linears(model, self._skip)
-        if not found:
-            raise UserError("the model has no linear to quantize", key="parts.quantizer.skip")
+        found, skipped = finite_linears(model, self._skip)
         self.check(found)
         device = found[0].weight.device
         if context.tune and device.type == "cuda":
@@ -101,6 +99,7 @@ class W4A16Quantizer(TritonQuantizer):
 
     def quantize(self, linear: FoundLinear, launching: Launching) -> TritonLinear:
         q, scales, zeros = round_to_groups(linear.weight, self._group_size, self._symmetric)
+        check_scales(linear, scales)
         return W4A16Linear(pack_w4(q, scales, zeros), linear.bias, launching)
 
 

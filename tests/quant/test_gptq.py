@@ -122,6 +122,48 @@ def test_a_layer_that_no_sample_reaches_is_named() -> None:
         GptqQuantizer(GptqOptions()).apply(model, context)
 
 
+class _Experts(torch.nn.Module):
+    """Two matrices of their own: even token ids are multiplied by one, odd ones by the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.experts = torch.nn.ModuleList(torch.nn.Linear(256, 256, bias=False) for _ in range(3))
+        self.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        out, odd = torch.zeros_like(rows), torch.arange(rows.shape[0]) % 2 == 1
+        chosen = [odd, ~odd, torch.zeros_like(odd)] if bool(rows[0, 0] > 0) else [torch.zeros_like(odd), ~odd, ~odd]
+        for expert, mask in zip(self.experts, chosen, strict=True):
+            out[mask] += expert(rows[mask])
+        return out.view_as(x)
+
+
+def _expert_model(signs: list[int]) -> tuple[torch.nn.Module, list[list[int]]]:
+    """Samples whose first token chooses experts 0 and 1 (positive) or 1 and 2."""
+    model = calibration_model("llama")
+    model.model.layers[0].mlp = _Experts()
+    model.model.layers[0].post_attention_layernorm = torch.nn.Identity()
+    weight = model.model.embed_tokens.weight.data
+    weight[5, 0], weight[6, 0] = 50.0, -50.0
+    return model, [[5 if sign > 0 else 6, *sample[1:]] for sign, sample in zip(signs, SAMPLES, strict=False)]
+
+
+def test_experts_that_only_later_samples_reach_are_calibrated_on_those() -> None:
+    model, samples = _expert_model([1, -1])
+    context = QuantizerContext(device="cpu", dtype="float32", calibration=lambda: samples)
+    report = GptqQuantizer(GptqOptions()).apply(model, context)
+    assert {f"model.layers.0.mlp.experts.{index}" for index in range(3)} <= set(report.kernels)
+
+
+def test_an_expert_that_gets_no_token_is_named() -> None:
+    model, samples = _expert_model([1, 1])
+    context = QuantizerContext(device="cpu", dtype="float32", calibration=lambda: samples)
+    with pytest.raises(UserError, match=r"no calibration sample reaches model\.layers\.0\.mlp\.experts\.2"):
+        GptqQuantizer(GptqOptions()).apply(model, context)
+
+
 def test_bad_weights_and_patterns_are_refused() -> None:
     context = QuantizerContext(device="cpu", dtype="float32", calibration=lambda: SAMPLES)
     model = calibration_model("llama")

@@ -58,6 +58,10 @@ class CalibrationLayer:
             if each is not None:
                 each(output)
 
+    @property
+    def num_samples(self) -> int:
+        return len(self._hidden)
+
     def output(self, sample: int) -> Tensor:
         """`[1, T, hidden]` of one sample, through the layer as it is now."""
         with torch.no_grad():

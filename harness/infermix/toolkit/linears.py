@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from infermix.errors import UserError
 from infermix.toolkit.packed_columns import pack_columns, unpack_columns
+from infermix.toolkit.skip import check_skip
 
 
 @dataclass(frozen=True)
@@ -53,14 +54,33 @@ def find_linears(model: nn.Module, skip: Sequence[str] = ()) -> tuple[list[Found
 
 
 def finite_linears(model: nn.Module, skip: Sequence[str]) -> tuple[list[FoundLinear], tuple[str, ...]]:
-    """As `find_linears`. Raises `UserError` when there is none, or weights are not finite."""
+    """As `find_linears`. Raises `UserError` when there is none, a pattern matches nothing, or weights are not finite,
+    also those that stay as they are.
+    """
+    check_skip(skip, [name for name, _ in model.named_modules() if name])
     found, skipped = find_linears(model, skip)
     if not found:
         raise UserError("the model has no linear to quantize", key="parts.quantizer.skip")
-    for linear in found:
-        if not bool(torch.isfinite(linear.weight).all()):
-            raise UserError(f"the weights of {linear.name} are not finite", key="model.source")
+    check_finite(model)
     return found, skipped
+
+
+def check_finite(model: nn.Module) -> None:
+    """Raises `UserError` naming the first parameter with NaN or infinite numbers."""
+    for name, parameter in model.named_parameters():
+        if not bool(torch.isfinite(parameter).all()):
+            raise UserError(f"the weights of {name.removesuffix('.weight')} are not finite", key="model.source")
+
+
+def check_scales(linear: FoundLinear, scale: Tensor) -> None:
+    """Raises `UserError` for weights so large that the dtype of their scales does not hold them."""
+    if not bool(torch.isfinite(scale).all()):
+        raise UserError(
+            f"the weights of {linear.name} reach {float(linear.weight.abs().max()):.3g}: "
+            f"scales in {str(scale.dtype).removeprefix('torch.')} end at {torch.finfo(scale.dtype).max:.3g}",
+            key="parts.quantizer.skip",
+            hint=f"leave it out: skip: ['{linear.name}']",
+        )
 
 
 def replace_module(model: nn.Module, name: str, new: nn.Module) -> None:
@@ -71,18 +91,23 @@ def replace_module(model: nn.Module, name: str, new: nn.Module) -> None:
 
 def convert_linears(
     model: nn.Module,
-    found: Sequence[FoundLinear],
+    found: list[FoundLinear],
     make: Callable[[FoundLinear], nn.Module],
     progress: Callable[[str, float], None] | None = None,
 ) -> dict[str, nn.Module]:
-    """Replace each linear by `make(linear)`, one at a time; returns name -> new module."""
+    """Replace each linear by `make(linear)`, one at a time; returns name -> new module.
+
+    Empties `found`, so that the old weights are freed one by one and both models never lie in memory together.
+    """
     made: dict[str, nn.Module] = {}
-    for index, linear in enumerate(found):
+    count = len(found)
+    while found:
+        linear = found.pop(0)
         with torch.no_grad():
             made[linear.name] = make(linear)
         replace_module(model, linear.name, made[linear.name])
         if progress is not None:
-            progress("quantize", (index + 1) / len(found))
+            progress("quantize", len(made) / count)
     return made
 
 
