@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -41,9 +42,10 @@ def cached(
     """What `quantize()` makes of `model`, from the cache where it was made before.
 
     The key is the digest of the unquantized weights, the dtype, the method with its options, and the token ids of the
-    calibration. `details` of the report say where the checkpoint (format `form`) lies and whether it was there, or
-    why it could not be kept. Dummy weights are never kept. An entry whose files are no longer those that were written
-    is thrown away and made again; `replaced` of the report says what was wrong with it.
+    calibration. `details` of the report say how long the method took (`quantize_s`, also when that was earlier),
+    where the checkpoint (format `form`) lies and whether it was there, or why it could not be kept. Dummy weights are
+    never kept. An entry whose files are no longer those that were written is thrown away and made again; `replaced`
+    says what was wrong with it.
     """
     if context.directory is None or not context.model_digest:
         return quantize()
@@ -53,7 +55,9 @@ def cached(
         return _restore(model, context, target)
     if damage is not None:
         shutil.rmtree(target)
+    start = time.perf_counter()
     report = quantize()
+    report = replace(report, details={**report.details, "quantize_s": time.perf_counter() - start})
     settings = {**msgspec.to_builtins(options), "format": form}
     try:
         _save(model, context.directory, target, settings, report)

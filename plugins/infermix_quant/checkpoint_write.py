@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -100,11 +101,13 @@ class _GptqFormat(_GroupedFormat):
 
     def config(self, model: nn.Module, linears: Mapping[str, QuantLinear]) -> dict[str, Any]:
         bits = self.settings["bits"]
-        other = {
-            f"+:{name.replace('.', chr(92) + '.')}$": {"bits": each.bits}
+        other: dict[str, dict[str, int]] = {
+            f"+:{re.escape(name)}$": {"bits": each.bits}
             for name, each in linears.items()
             if isinstance(each, GroupedLinear) and each.bits != bits
         }
+        left = (name for name in _unquantized(model, linears) if name != "lm_head")  # which has a key of its own
+        other.update({f"-:{re.escape(name)}$": {} for name in left})
         return {
             "quant_method": "gptq", "bits": bits, "group_size": self.group_size, "sym": self.settings["symmetric"],
             "desc_act": bool(self.settings.get("act_order")), "lm_head": "lm_head" in linears,

@@ -174,6 +174,7 @@ def test_cached_and_reloaded_models_are_the_same(
     again = QUANTIZERS[name]().apply(second, _context(source))
     assert report.details["from_cache"] is False
     assert again.details["from_cache"] is True
+    assert again.details["quantize_s"] == report.details["quantize_s"] > 0
     assert (again.bits_per_weight, again.kernels, again.method) == (
         report.bits_per_weight,
         report.kernels,
@@ -188,6 +189,25 @@ def test_cached_and_reloaded_models_are_the_same(
     read = CheckpointQuantizer(None).apply(third, _context(folder))  # type: ignore[arg-type]
     torch.testing.assert_close(third(input_ids=IDS).logits, expected)  # type: ignore[operator]
     assert read.bits_per_weight == pytest.approx(report.bits_per_weight)
+
+
+def test_linears_left_out_are_named_for_other_readers(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GPTQModel takes every linear of a layer for quantized, except those of `-:PATTERN` in `dynamic`."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    options = GptqOptions(skip=("*lm_head", "*0.mlp.down_proj"), bits_for={"*1.mlp.up_proj": 8})
+    model = calibration_model("llama")
+    report = GptqQuantizer(options).apply(model, _context(source))
+    folder = tmp_path / "cache/infermix/quantized" / report.details["checkpoint"]
+    settings = json.loads((folder / "config.json").read_text())["quantization_config"]
+    assert settings["dynamic"] == {
+        r"-:model\.layers\.0\.mlp\.down_proj$": {},
+        r"+:model\.layers\.1\.mlp\.up_proj$": {"bits": 8},
+    }
+    again = calibration_model("llama")
+    CheckpointQuantizer(None).apply(again, _context(folder))  # type: ignore[arg-type]
+    torch.testing.assert_close(again(input_ids=IDS).logits, model(input_ids=IDS).logits)
 
 
 def test_other_calibration_other_entry(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
