@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from infermix.toolkit.pool_store import PagedStore
-from torch import Tensor
+from infermix.toolkit.pool_store import PagedStore, copy_blocks
 
 from infermix_kv.hybrid import table_bases
 
@@ -13,16 +12,8 @@ class HybridStore(PagedStore):
 
     def copy(self, pairs: list[tuple[int, int]]) -> None:
         bases = table_bases(self.shape)
-        for index, group in enumerate(self.shape.groups):
+        for index in range(len(self.shape.groups)):
             table = self.shape.table_of(index)
             first, last = bases[table], bases[table] + self.shape.blocks_of(table)
             own = [(source - first, target - first) for source, target in pairs if first <= source <= last]
-            for layer in group.layers:
-                for pool in self._pools[layer]:
-                    _copy_blocks(pool, own)
-
-
-def _copy_blocks(pool: Tensor, pairs: list[tuple[int, int]]) -> None:
-    if pairs:
-        sources, targets = (pool.new_tensor(side).long() for side in zip(*pairs, strict=True))
-        pool[targets] = pool[sources]
+            copy_blocks(self._stacks[index], own)

@@ -43,6 +43,9 @@ class QuantizedStore(PoolStore):
             pool.index_copy_(0, slots, numbers.view(torch.uint8))
             scales.transpose(1, 2).index_put_(place, factors)
 
+    def stacks(self) -> list[Tensor]:
+        return [*super().stacks(), *(stack for stacks in self._scale_stacks for stack in stacks)]
+
     def move(self, table: int, sources: list[int], targets: list[int]) -> None:
         super().move(table, sources, targets)
         for index, stacks in enumerate(self._scale_stacks):

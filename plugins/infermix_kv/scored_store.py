@@ -26,12 +26,16 @@ class ScoredStore(PagedStore):
         super().__init__(shape, device, dtype)
         self._policy = policy
         self._scores: dict[int, Tensor] = {}
+        self._score_stacks: list[Tensor] = []
         for group in shape.groups:
-            for layer in group.layers:
-                size = (shape.num_blocks + 1, shape.block_size, group.num_kv_heads)
-                scores = self._allocate(size, device, torch.float32)
+            size = (len(group.layers), shape.num_blocks + 1, shape.block_size, group.num_kv_heads)
+            self._score_stacks.append(self._allocate(size, device, torch.float32))
+            for layer, scores in zip(group.layers, self._score_stacks[-1].unbind(), strict=True):
                 self._scores[layer] = scores.flatten(0, 1)
                 self.parts[layer] = (*self.parts[layer], scores)
+
+    def stacks(self) -> list[Tensor]:
+        return [*super().stacks(), *self._score_stacks]
 
     def observe(self, layer: LayerSpec, q: Tensor, batch: Batch, group: GroupBatch) -> None:
         """Take or add up the weights that the new queries `[T, H, Dk]` give to everything in the cache."""

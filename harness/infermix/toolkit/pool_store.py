@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,9 @@ from infermix.errors import OutOfMemory
 from infermix.roles.batch import Batch, GroupBatch
 from infermix.roles.kv_space import KVShape
 from infermix.roles.kv_store import DenseView, KVPools, PagedView, View
+
+#: Of blocks that are copied at once.
+_MOST_COPIED_BYTES = 1 << 28
 
 
 def host_rows(batch: Batch, group: GroupBatch) -> tuple[int, ...]:
@@ -29,14 +32,15 @@ class BlockStore:
     def __init__(self, parts: dict[int, tuple[Tensor, ...]]) -> None:
         self.parts = parts
 
+    def stacks(self) -> list[Tensor]:
+        """What `parts` are slices of, `[layers, num_blocks + 1, ...]`; here each of them by itself.
+
+        A store that lays several layers side by side says so, since every stack costs launches.
+        """
+        return [part[None] for parts in self.parts.values() for part in parts]
+
     def copy(self, pairs: list[tuple[int, int]]) -> None:
-        if not pairs:
-            return
-        for parts in self.parts.values():
-            for part in parts:
-                sources = torch.tensor([source for source, _ in pairs], device=part.device)
-                targets = torch.tensor([target for _, target in pairs], device=part.device)
-                part[targets] = part[sources]
+        copy_blocks(self.stacks(), pairs)
 
     def export_blocks(self, blocks: list[int]) -> list[tuple[Tensor, ...]]:
         return [
@@ -90,10 +94,13 @@ class PoolStore(BlockStore):
         for pool, new in zip(self._slots[layer_idx], (k, v), strict=False):
             pool.index_copy_(0, group.slot_mapping, new)
 
+    def stacks(self) -> list[Tensor]:
+        return [stack for stacks in self._stacks for stack in stacks]
+
     def move(self, table: int, sources: list[int], targets: list[int]) -> None:
         for stack in self._stacks_of(table):
             rows = stack.flatten(1, 2)
-            read, write = torch.tensor([sources, targets]).to(stack.device, non_blocking=True)
+            read, write = _indices(sources, targets, device=stack.device)
             rows.index_copy_(1, write, rows.index_select(1, read))
 
     def _stacks_of(self, table: int) -> Iterator[Tensor]:
@@ -116,6 +123,26 @@ class PoolStore(BlockStore):
                 for alike in zip(*(self.parts[layer] for layer in group.layers), strict=True):
                     found += alike
         return found
+
+
+def copy_blocks(stacks: Sequence[Tensor], pairs: Sequence[tuple[int, int]]) -> None:
+    """Copy blocks (source, target) of `stacks [layers, blocks, ...]`, all layers of a stack at once.
+
+    All sources are read before a target is written, so what is read has to fit: of many blocks, few layers at a time.
+    """
+    if not pairs or not stacks:
+        return
+    read, write = _indices(*zip(*pairs, strict=True), device=stacks[0].device)
+    for stack in stacks:
+        per_layer = max(1, stack[0, 0].numel() * stack.element_size() * len(pairs))
+        for layers in stack.split(max(1, _MOST_COPIED_BYTES // per_layer)):
+            layers[:, write] = layers[:, read]
+
+
+def _indices(sources: Sequence[int], targets: Sequence[int], *, device: torch.device) -> Tensor:
+    """int64 `[2, n]` on the device, in one copy that nobody waits for."""
+    host = torch.tensor([sources, targets], pin_memory=device.type == "cuda")
+    return host.to(device, non_blocking=True)
 
 
 class PagedStore(PoolStore):
