@@ -15,9 +15,9 @@ from infermix.toolkit.sampling import stop_tokens
 from infermix.toolkit.verification import completes
 from torch import Tensor
 
-from infermix_decoders.beam_search import BeamSearch, Candidate
+from infermix_decoders.beam_search import BeamSearch
 from infermix_decoders.beam_space import BeamSpace, Fork
-from infermix_decoders.lane_rows import to_device
+from infermix_decoders.lane_rows import lists_to_device, to_device
 
 if TYPE_CHECKING:
     from infermix.roles.kv_space import KVShape, KVSpace
@@ -27,27 +27,21 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Group:
-    """One request: row i holds beam i; `free` are ids of rows that no beam uses now."""
+    """One request: row i holds beam i, whose text is its tokens; no beam uses the `spare` rows now."""
 
     sequence: Sequence
     search: BeamSearch
     rows: list[Sequence]
-    free: list[int]
+    spare: list[Sequence]
 
 
 @dataclass(slots=True)
 class Best:
-    """The best continuations of groups that are alike: `scores` and flat `places` in `beams * V`, both `[G, k]`."""
+    """The best continuations of groups that are alike, best first: `scores [G, k]`, `beams_and_tokens [2, G, k]`."""
 
     groups: list[Group]
     scores: Tensor
-    places: Tensor
-
-
-@dataclass(slots=True)
-class Ticket:
-    found: list[Best]
-    vocab_size: int
+    beams_and_tokens: Tensor
 
 
 class BeamDecoder:
@@ -66,27 +60,28 @@ class BeamDecoder:
         self._space = BeamSpace(space, shape, self._options.num_beams)
         return self._space
 
-    def launch(self, plan: Plan, runner: Runner, sampler: Sampler) -> Ticket:
+    def launch(self, plan: Plan, runner: Runner, sampler: Sampler) -> list[Best]:
         assert self._space is not None, "the engine wraps the space before the first step"
         entries: list[Scheduled] = []
         groups: list[Group] = []
+        copies: list[tuple[int, int]] = []
         for entry in plan.entries:
             group = self._groups.get(entry.sequence.seq_id)
             if group is None and completes(entry):
                 group = self._begin(entry.sequence)
             elif group is not None:
-                runner.copy(self._space.take_row_copies(entry.sequence.seq_id))
-            entries += [entry] if group is None or not group.search.length else self._row_entries(group)
+                copies += self._space.take_row_copies(entry.sequence.seq_id)
+            entries += [entry] if group is None or not group.search.length else _row_entries(group)
             groups += [group] if group is not None else []
+        runner.copy(copies)
         return self._candidates(groups, runner.forward(Plan(entries)))
 
-    def collect(self, ticket: Ticket) -> list[Emission]:
+    def collect(self, ticket: list[Best]) -> list[Emission]:
         emissions = []
-        for best in ticket.found:
-            rows = zip(best.groups, best.scores.tolist(), best.places.tolist(), strict=True)
-            for group, scores, places in rows:
-                found = zip(scores, places, strict=True)
-                self._advance(group, [Candidate(score, *divmod(place, ticket.vocab_size)) for score, place in found])
+        for best in ticket:
+            rows = zip(best.groups, best.scores.tolist(), *best.beams_and_tokens.tolist(), strict=True)
+            for group, scores, beams, tokens in rows:
+                self._advance(group, scores, beams, tokens)
                 if group.search.done:
                     emissions.append(_emission(group))
         return emissions
@@ -103,6 +98,7 @@ class BeamDecoder:
         sampling, options = sequence.request.sampling, self._options
         _refuse_misfit(sequence, options.num_beams)
         search = BeamSearch(
+            sequence.tokens,
             options.num_beams,
             max_new_tokens=sampling.max_new_tokens,
             stops=stop_tokens(sampling, self._eos_token_ids),
@@ -110,82 +106,98 @@ class BeamDecoder:
             early_stopping=options.early_stopping,
         )
         first = -1 - sequence.seq_id * options.num_beams
-        group = Group(sequence, search, [sequence], [first - index for index in range(1, options.num_beams)])
-        self._groups[sequence.seq_id] = group
+        ids = (sequence.seq_id, *(first - index for index in range(1, options.num_beams)))
+        rows = [
+            Sequence(seq_id, sequence.request, search.texts[0], sequence.num_prompt_tokens, lane=sequence.lane)
+            for seq_id in ids
+        ]
+        group = self._groups[sequence.seq_id] = Group(sequence, search, rows[:1], rows[1:])
         return group
 
-    def _row_entries(self, group: Group) -> list[Scheduled]:
-        for row in group.rows:
-            row.lane = group.sequence.lane
-        return [Scheduled(row, 1) for row in group.rows]
-
-    def _candidates(self, groups: list[Group], forward: Forward) -> Ticket:
+    def _candidates(self, groups: list[Group], forward: Forward) -> list[Best]:
         """Groups with as many rows that want as many continuations are looked at together: few launches a step."""
-        place = {seq.seq_id: row for row, seq in enumerate(forward.sequences)}
         alike: dict[tuple[int, int], list[Group]] = {}
         for group in groups:
             alike.setdefault((len(group.rows), group.search.num_candidates), []).append(group)
-        found = []
-        for (_, count), own in alike.items():
-            rows = [place[row.seq_id] for group in own for row in group.rows]
-            total = self._scores(own, forward.logits, rows).view(len(own), -1)
-            found.append(Best(own, *total.topk(min(count, total.shape[1]), dim=-1)))
-        return Ticket(found, forward.logits.shape[-1])
+        return [self._best(own, _rows_of(own, forward), num_rows, count) for (num_rows, count), own in alike.items()]
 
-    def _scores(self, groups: list[Group], logits: Tensor, rows: list[int]) -> Tensor:
-        """`[len(rows), V]`: the scores of all continuations of all beams; `rows` are those of the groups in order."""
-        own = torch.log_softmax(logits.index_select(0, to_device(rows, logits.device)), dim=-1, dtype=torch.float32)
-        beams = [(group, score) for group in groups for score in group.search.scores]
-        withheld = [(row, stop) for row, (group, _) in enumerate(beams) for stop in self._withheld(group)]
-        if withheld:
-            own[tuple(torch.tensor(withheld, device=own.device).T)] = float("-inf")
-        scores = torch.tensor([score for _, score in beams], dtype=torch.float32)
-        return own + scores.to(own.device, non_blocking=True)[:, None]
+    def _best(self, groups: list[Group], logits: Tensor, num_rows: int, count: int) -> Best:
+        """`logits [groups * num_rows, V]`. No row gives more than `count`, and to look for these in each row first
+        is much faster than among all continuations of a group."""
+        own = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
+        self._withhold(groups, own)
+        rated, tokens = own.topk(min(count, own.shape[-1]), dim=-1)
+        before = [score for group in groups for score in group.search.scores]
+        total = (rated + _to_device_float(before, own.device)[:, None]).view(len(groups), -1)
+        scores, places = total.topk(min(count, total.shape[-1]), dim=-1)
+        beams = places.div(rated.shape[-1], rounding_mode="floor")
+        return Best(groups, scores, torch.stack((beams, tokens.view(len(groups), -1).gather(1, places))))
 
-    def _withheld(self, group: Group) -> frozenset[int]:
-        """Stop tokens that come too early."""
-        sampling = group.sequence.request.sampling
-        early = group.search.length < sampling.min_new_tokens
-        return stop_tokens(sampling, self._eos_token_ids) if early else frozenset()
+    def _withhold(self, groups: list[Group], scores: Tensor) -> None:
+        """Stop tokens that come too early get no probability in the rows of their groups."""
+        rows: list[int] = []
+        stops: list[int] = []
+        first = 0
+        for group in groups:
+            if group.search.length < group.sequence.request.sampling.min_new_tokens:
+                found = stop_tokens(group.sequence.request.sampling, self._eos_token_ids)
+                for row in range(first, first + len(group.rows)):
+                    rows += [row] * len(found)
+                    stops += found
+            first += len(group.rows)
+        if rows:
+            scores[tuple(lists_to_device(scores.device, rows, stops))] = float("-inf")
 
-    def _advance(self, group: Group, candidates: Seq[Candidate]) -> None:
+    def _advance(self, group: Group, scores: Seq[float], beams: Seq[int], tokens: Seq[int]) -> None:
         """The beams of the next step: a row goes on with its first continuation, others fork from it."""
         assert self._space is not None
-        sequence, search, before = group.sequence, group.search, group.rows
+        sequence, search = group.sequence, group.search
         if not search.length:
             self._space.begin(sequence.seq_id, sequence.num_prompt_tokens)
-        going = search.advance(candidates)
+        parents = search.advance(scores, beams, tokens)
         if search.done:
             return
         num_tokens = sequence.num_prompt_tokens + search.length - 1
-        used = {each.beam for each in going}
-        free = [*group.free, *(row.seq_id for beam, row in enumerate(before) if beam not in used)]
-        ids, forks = _assign(going, [row.seq_id for row in before], free)
-        group.free = [each for each in free if each not in ids]
-        group.rows = [
-            Sequence(
-                seq_id, sequence.request, [*sequence.tokens, *output], sequence.num_prompt_tokens,
-                lane=sequence.lane, num_computed=num_tokens,
-            )
-            for seq_id, output in zip(ids, search.outputs, strict=True)
-        ]  # fmt: skip
-        self._space.arrange(sequence.seq_id, tuple(ids), forks, num_tokens)
+        forks = _assign(group, parents)
+        for row in group.rows:
+            row.num_computed = num_tokens
+        self._space.arrange(sequence.seq_id, tuple([row.seq_id for row in group.rows]), forks, num_tokens)
 
 
-def _assign(going: Seq[Candidate], before: Seq[int], free: Seq[int]) -> tuple[list[int], list[Fork]]:
-    """Row ids of the beams in their order, and which of them fork."""
-    spare, kept = iter(free), set[int]()
-    ids: list[int] = []
-    forks: list[Fork] = []
-    for each in going:
-        parent = before[each.beam]
-        if parent in kept:
-            ids.append(next(spare))
-            forks.append((parent, ids[-1]))
-        else:
-            kept.add(parent)
-            ids.append(parent)
-    return ids, forks
+def _row_entries(group: Group) -> list[Scheduled]:
+    return [Scheduled(row, 1) for row in group.rows]
+
+
+def _rows_of(groups: list[Group], forward: Forward) -> Tensor:
+    """The logits of all rows of `groups`, in their order; most often that is the order in which they are."""
+    rows = [row for group in groups for row in group.rows]
+    if rows == forward.sequences:
+        return forward.logits
+    place = {sequence.seq_id: index for index, sequence in enumerate(forward.sequences)}
+    return forward.logits.index_select(0, to_device([place[row.seq_id] for row in rows], forward.logits.device))
+
+
+def _to_device_float(values: Seq[float], device: torch.device) -> Tensor:
+    """fp32, without waiting for the device."""
+    host = torch.tensor(values, dtype=torch.float32, pin_memory=device.type == "cuda")
+    return host.to(device, non_blocking=True)
+
+
+def _assign(group: Group, parents: Seq[int]) -> list[Fork]:
+    """Give every text of the search its row; those that are copies take spare rows, and fork."""
+    before, used = group.rows, set(parents)
+    if len(used) < len(before):
+        group.spare += [row for beam, row in enumerate(before) if beam not in used]
+    spare, rows, forks = iter(group.spare), [], []
+    for parent, text in zip(parents, group.search.texts, strict=True):
+        row = before[parent]
+        if row.tokens is not text:
+            row = next(spare)
+            row.tokens = text
+            forks.append((before[parent].seq_id, row.seq_id))
+        rows.append(row)
+    group.rows, group.spare = rows, list(spare)
+    return forks
 
 
 def _emission(group: Group) -> Emission:

@@ -10,15 +10,6 @@ EarlyStopping = bool | Literal["never"]
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
-    """A continuation of beam `beam` by `token`; `score` is the sum of log-probabilities."""
-
-    score: float
-    beam: int
-    token: int
-
-
-@dataclass(frozen=True, slots=True)
 class Hypothesis:
     """A finished output; `score` is its sum of log-probabilities over its length to the power of the penalty."""
 
@@ -33,10 +24,14 @@ class BeamSearch:
     `num_beams` are finished; the best others go on. It is over when `early_stopping` is set and `num_beams` outputs
     are finished, when no beam can do better than the worst of those (by its score at its length now; with "never", at
     the length that suits it best), or at `max_new_tokens`. These are the rules of transformers' `generate`.
+
+    `texts` are prompt and output of each beam, `length` is how many tokens of them are output. A text that goes on
+    stays the same list, and grows: copies of everything that is known would be most of the work.
     """
 
     def __init__(
         self,
+        prompt: Seq[int],
         num_beams: int,
         *,
         max_new_tokens: int,
@@ -48,34 +43,57 @@ class BeamSearch:
         self._penalty, self._early = length_penalty, early_stopping
         self._improvable = True
         self.num_candidates = max(2, 1 + len(stops)) * num_beams
-        self.outputs: list[tuple[int, ...]] = [()]
+        self.texts: list[list[int]] = [list(prompt)]
+        self.length = 0
         self.scores: list[float] = [0.0]
         self.finished: list[Hypothesis] = []
         self.done = False
 
-    @property
-    def length(self) -> int:
-        """Tokens of every beam so far."""
-        return len(self.outputs[0])
+    def advance(self, scores: Seq[float], beams: Seq[int], tokens: Seq[int]) -> Seq[int]:
+        """Take the best continuations, in falling order of their scores: of beam `beams[i]` by `tokens[i]`.
 
-    def advance(self, candidates: Seq[Candidate]) -> list[Candidate]:
-        """Take the best continuations, in falling order of their scores; returns those that become the beams."""
-        length = self.length + 1
-        ends = [each.token in self._stops or length >= self._max for each in candidates]
-        self._finish([each for each, end in zip(candidates[: self._num_beams], ends, strict=False) if end], length)
-        going = [each for each, end in zip(candidates, ends, strict=True) if not end][: self._num_beams]
-        self.outputs = [(*self.outputs[each.beam], each.token) for each in going] or self.outputs
-        self.scores = [each.score for each in going]
+        `scores` are sums of log-probabilities. Returns for every new beam which of the old ones it continues.
+        """
+        self.length += 1
+        going = self._sort_out(scores, beams, tokens)
+        parents = [beams[place] for place in going]
+        self.scores = [scores[place] for place in going]
         full = len(self.finished) == self._num_beams
         if full and going:
-            best = self._normalised(going[0].score, self._longest(length))
+            best = self._normalised(self.scores[0], self._longest(self.length))
             self._improvable &= best > self.finished[-1].score
         self.done = not going or not self._improvable or (full and self._early is True)
-        return going
+        if not self.done:
+            self._grow(parents, [tokens[place] for place in going])
+        return parents
 
-    def _finish(self, ended: Seq[Candidate], length: int) -> None:
+    def _sort_out(self, scores: Seq[float], beams: Seq[int], tokens: Seq[int]) -> Seq[int]:
+        """Finish what ends; the places of those that become the beams come back."""
+        best = range(min(self._num_beams, len(tokens)))
+        last = self.length >= self._max
+        if not last and self._stops.isdisjoint(tokens[: self._num_beams]):
+            return best
+        ends = [last or token in self._stops for token in tokens]
+        self._finish([(scores[place], beams[place], tokens[place]) for place in best if ends[place]])
+        return [place for place, end in enumerate(ends) if not end][: self._num_beams]
+
+    def _grow(self, parents: Seq[int], tokens: Seq[int]) -> None:
+        """The first continuation of a beam goes on in place, further ones with copies of what was there before."""
+        size, texts = len(self.texts[0]), []
+        for parent, token in zip(parents, tokens, strict=True):
+            text = self.texts[parent]
+            if len(text) > size:
+                text = text[:size]
+            text.append(token)
+            texts.append(text)
+        self.texts = texts
+
+    def _finish(self, ended: Seq[tuple[float, int, int]]) -> None:
+        """(score, beam, token) of each."""
+        start = len(self.texts[0]) - self.length + 1
         found = [
-            Hypothesis(self._normalised(each.score, length), (*self.outputs[each.beam], each.token)) for each in ended
+            Hypothesis(self._normalised(score, self.length), (*self.texts[beam][start:], token))
+            for score, beam, token in ended
         ]
         merged = sorted([*self.finished, *found], key=lambda each: -each.score)
         self.finished = merged[: self._num_beams]
