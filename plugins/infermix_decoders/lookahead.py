@@ -133,15 +133,15 @@ class LookaheadDrafter:
         found = text_ngrams(text, len(text) - len(verified.token_ids), self._levels)
         window.pool.add(chain(zip(*levels, newest, strict=False), found))
         if len(newest) < self._width:
-            newest += [self._any(window, verified) for _ in range(self._width - len(newest))]
+            newest += self._any(window, verified, self._width - len(newest))
         window.levels, window.columns = [*levels[1:], newest], self._columns[0]
         passed = min(len(verified.token_ids) - 1, self._width)
         if passed:
             for level in window.levels:
                 del level[:passed]
-                level += [self._any(window, verified) for _ in range(passed)]
+                level += self._any(window, verified, passed)
 
     @staticmethod
-    def _any(window: Window, verified: Verified) -> int:
-        """Some token of the text, where nothing better is known."""
-        return window.rng.choice(verified.entry.sequence.tokens)
+    def _any(window: Window, verified: Verified, count: int) -> list[int]:
+        """Some tokens of the text, where nothing better is known."""
+        return window.rng.choices(verified.entry.sequence.tokens, k=count)

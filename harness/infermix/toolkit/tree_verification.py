@@ -129,13 +129,16 @@ Accept = Callable[[DraftTree, Seq[int]], tuple[int, ...]]
 def last_child(tokens: Seq[int], parents: Seq[int], node: int, token: int) -> int:
     """Of the guesses behind guess `node` (-1: the text) the last that is `token`; -1 where none is.
 
-    Most often none is, which a look at the tokens alone tells: much faster than to index every tree.
+    A guess has few children, while a text in a loop has one token everywhere: so parents are searched, not tokens.
     """
-    if token in tokens:
-        for index in range(len(tokens) - 1, node, -1):
-            if tokens[index] == token and parents[index] == node:
-                return index
-    return -1
+    found, index = -1, node
+    try:
+        while True:
+            index = parents.index(node, index + 1)
+            if tokens[index] == token:
+                found = index
+    except ValueError:
+        return found
 
 
 def equal_draws(tree: DraftTree, draws: Seq[int]) -> tuple[int, ...]:
