@@ -46,7 +46,7 @@ def shortest_queue(length: str, token_s: float) -> KeyedQueue:
 
     Bound on overtaking: a request of n tokens that arrived at a is overtaken by one of m tokens only if that arrives
     before a + (n - m) token_s. Shortest job first minimises the mean time in the system where lengths are known;
-    outputs count with `max_new_tokens`, which is what is known beforehand.
+    outputs count with `max_new_tokens`, which is what is known beforehand; `predicted.py` guesses better.
     """
     tokens = LENGTHS[length]
     key: Key = lambda sequence, now_s: now_s + token_s * tokens(sequence)  # noqa: E731

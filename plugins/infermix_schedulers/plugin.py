@@ -78,15 +78,21 @@ class PriorityOptions(WholeOrChunkedOptions, frozen=True):
 
 class ShortestFirstOptions(WholeOrChunkedOptions, frozen=True):
     length: Annotated[
-        Literal["prompt", "output", "total"],
-        Meta(description="what is short: the prompt, max_new_tokens, or both together"),
+        Literal["prompt", "output", "total", "predicted"],
+        Meta(
+            description="what is short: the prompt, max_new_tokens, both together, or the output as predicted from "
+            "requests that ended before in this repeat: a weighted mean, the newest counting 0.2, over the same "
+            "tenant, category and power of two of prompt tokens, else over tenant and category, else over all; at "
+            "most max_new_tokens, which counts while none has ended"
+        ),
     ] = "total"
     ageing_s_per_token: Annotated[
         float,
         Meta(
             ge=0,
             description="seconds of waiting that make up for one token of length: a request is overtaken only by "
-            "shorter ones that arrive within that time per token of the difference after it",
+            "shorter ones that arrive within that time per token of the difference after it; a length is fixed, and "
+            "predicted, when a request is queued",
             extra={"unit": "s/token"},
         ),
     ] = 0.01
@@ -161,7 +167,11 @@ def _shortest_first(options: ShortestFirstOptions, most: int) -> Any:
     from infermix.toolkit.iteration import IterationScheduler
 
     from infermix_schedulers.ageing import shortest_queue
+    from infermix_schedulers.predicted import PredictedShortestScheduler
 
+    if options.length == "predicted":
+        token_s = options.ageing_s_per_token
+        return PredictedShortestScheduler(**_shared(options, most), chunked=options.chunked, token_s=token_s)
     queue = shortest_queue(options.length, options.ageing_s_per_token)
     return IterationScheduler(**_shared(options, most), chunked=options.chunked, waiting=queue)
 

@@ -124,6 +124,8 @@ VARIANTS: dict[tuple[Role, str], list[dict[str, Any]]] = {
     (Role.SCHEDULER, "shortest_first"): [
         {"length": "prompt", "ageing_s_per_token": 0.0},
         {"length": "output", "max_num_batched_tokens": 4, "chunked": True, "preemption": "swap"},
+        {"length": "predicted", "max_num_batched_tokens": 16},
+        {"length": "predicted", "max_num_batched_tokens": 4, "chunked": True, "preemption": "swap"},
     ],
     (Role.SCHEDULER, "fair_share"): [
         {"weights": {"a": 3.0}, "max_num_batched_tokens": 4},

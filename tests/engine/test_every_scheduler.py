@@ -20,6 +20,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "continuous": {"max_num_batched_tokens": 20},
     "chunked_prefill": {"max_num_batched_tokens": 9, "max_chunk_tokens": 4},
     "priority": {"max_num_batched_tokens": 11, "chunked": True},
+    "shortest_first": {"length": "predicted", "max_num_batched_tokens": 20},
     "fair_share": {"max_num_batched_tokens": 20},
     "class_budgets": {"budgets": {"a": 3}, "default_budget": 7, "max_num_batched_tokens": 12},
     "slo_aware": {"tpot_s": 1e-4, "max_num_batched_tokens": 16},

@@ -17,6 +17,7 @@ from infermix.roles.request import FinishReason, Request, SamplingParams, Sequen
 from infermix.roles.scheduler import Plan
 from infermix_reference.kv_paged import PagedLayout
 from infermix_reference.scheduler_continuous import ContinuousScheduler
+from infermix_schedulers.predicted import PredictedShortestScheduler
 
 Build = Callable[..., Any]
 STOP = 9
@@ -42,7 +43,9 @@ class ScriptedDecoder:
         return [Emission(seq, (token,)) for seq, token in ticket]
 
 
-def scripted(script: dict[str, list[int]], lag: int, num_blocks: int = 1000) -> tuple[NativeEngine, ScriptedDecoder]:
+def scripted(
+    script: dict[str, list[int]], lag: int, num_blocks: int = 1000, scheduler: Any = None
+) -> tuple[NativeEngine, ScriptedDecoder]:
     """A native engine over blocks of 2 tokens, without a model."""
     layout, group = PagedLayout(2), KVGroup((0,), 1, 4, 4)
     shape = layout.shape((group,), KVBudget(8, 16, 4, max_bytes=(num_blocks + 1) * 2 * 8 * 4))
@@ -66,7 +69,7 @@ def scripted(script: dict[str, list[int]], lag: int, num_blocks: int = 1000) -> 
         space=layout.space(shape),
         store=None,  # type: ignore[arg-type]
         shape=shape,
-        scheduler=ContinuousScheduler(max_num_seqs=8, max_num_batched_tokens=64),
+        scheduler=scheduler or ContinuousScheduler(max_num_seqs=8, max_num_batched_tokens=64),
         decoder=decoder,
         lanes=Lanes(8),
         lag=lag,
@@ -114,6 +117,29 @@ def test_a_stop_found_late_discards_what_was_launched_meanwhile(lag: int) -> Non
     decoder.script["b"] = [21, 22]
     assert drain(engine) == ({"b": [21, 22]}, {"b": FinishReason.LENGTH})
     assert engine.report().counters["discarded_tokens"] == lag
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_scheduler_learns_what_was_emitted_and_forgets_with_the_engine(lag: int) -> None:
+    """Neither what was launched past a stop nor what a reset cuts off teaches; counters of a repeat begin at 0."""
+    scheduler = PredictedShortestScheduler(8, 64, chunked=False, swap=False, watermark=0.0, token_s=0.01)
+    engine, _ = scripted({"a": [11, 12, STOP], "b": [11, STOP], "c": [11, 12, 13, 14]}, lag, scheduler=scheduler)
+
+    def figures() -> list[float]:
+        names = ("unpredicted_outputs", "predicted_outputs", "predicted_output_error_tokens")
+        return [engine.report().counters[name] for name in names]
+
+    for name in "ab":
+        submit(engine, name, max_new_tokens=10)
+        drain(engine)
+    assert figures() == [1, 1, 1], "2 tokens after a prediction of 3"
+    submit(engine, "c", max_new_tokens=10)
+    engine.step()
+    engine.reset()
+    assert figures() == [0, 0, 0]
+    submit(engine, "c", max_new_tokens=4)
+    drain(engine)
+    assert figures() == [1, 0, 0], "nothing was left to predict from"
 
 
 @pytest.mark.parametrize("lag", [0, 1])

@@ -38,6 +38,24 @@ def test_jumping_to_the_next_event_changes_nothing(name: str, blocks: int) -> No
         assert counts[1]["schedules"] <= counts[0]["schedules"]
 
 
+@pytest.mark.parametrize("blocks", [9, 1000], ids=["tight", "roomy"])
+def test_jumps_teach_predictions_the_same(blocks: int) -> None:
+    """What ended is known at the same moments: the same order and the same errors, from anew each time."""
+    requests, found = load(60, 6.0), []
+    for jump, detail in ((False, "tokens"), (True, "tokens"), (True, "requests")):
+        engine = simulated("shortest_first", blocks=blocks, jump=jump, detail=detail, length="predicted", **OPTIONS)
+        for _ in range(2):
+            engine.reset()
+            repeat = simulate_repeat(engine, requests, None)
+            error = repeat_figures(repeat, {})["output_prediction_error"]
+            ends = [each.emissions[-1][0] for each in repeat.requests]
+            found.append((error, ends, repeat.environment["counters"]["predicted_outputs"]))
+    assert found[0][0] > 0
+    for error, ends, count in found[1:]:
+        assert (error, count) == (pytest.approx(found[0][0]), found[0][2])
+        assert ends == pytest.approx(found[0][1], abs=1e-6)
+
+
 @pytest.mark.parametrize("cache", ["hash", "radix"])
 @pytest.mark.parametrize("detail", ["tokens", "requests"])
 def test_jumps_leave_the_same_prefixes_behind(cache: str, detail: str) -> None:

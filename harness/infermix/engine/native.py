@@ -172,6 +172,7 @@ class NativeEngine:
             **self._kv.counters(),
             **(self._swapper.counters() if self._swapper else {}),
             **getattr(self._decoder, "counters", dict)(),
+            **getattr(self._scheduler, "counters", dict)(),
             **self._runner.counters(),
             "compiles": float(num_compiles()),
         }
@@ -188,8 +189,9 @@ class NativeEngine:
         self._sampler.reset()
         if self._swapper is not None:
             self._swapper.reset()
-        if hasattr(self._decoder, "reset"):
-            self._decoder.reset()
+        for part in (self._decoder, self._scheduler):
+            if hasattr(part, "reset"):
+                part.reset()
         if hasattr(self._space, "reset_prefixes"):
             self._space.reset_prefixes()
         self._kv.reset()

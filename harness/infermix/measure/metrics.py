@@ -12,6 +12,7 @@ import numpy as np
 from infermix.errors import UserError
 from infermix.measure import goodput as per_request
 from infermix.measure.denoising import DENOISING_METRICS, denoising
+from infermix.measure.foresight import FORESIGHT_METRICS, foresight
 from infermix.measure.goodput import check_goodput, meets_limits, output_tokens
 from infermix.measure.groups import group_figures
 from infermix.measure.kv_figures import KV_FIGURES, Better, kv_figures
@@ -41,6 +42,7 @@ _RATES: Mapping[str, tuple[str, Better]] = {
     "requests": ("requests", "none"),
     **KV_FIGURES,
     **DENOISING_METRICS,
+    **FORESIGHT_METRICS,
 }
 
 
@@ -49,9 +51,9 @@ def summarise(repeats: Sequence[Repeat], goodput: Mapping[str, float] | None = N
 
     Latencies have the suffixes `_mean`, `_p50`, `_p90`, `_p99` (numpy's linear percentiles over the requests, for ITL
     over the gaps, of one repeat) and leave failed requests out. A metric that no request defines is absent. Decoders
-    that draft add the figures of `measure.speculation`, those that fill in masks of `measure.denoising`. Where
-    requests have categories or tenants, `NAME[GROUP]` are latencies of one of them (`measure.groups`).
-    Raises `UserError` for an unknown goodput limit.
+    that draft add the figures of `measure.speculation`, those that fill in masks of `measure.denoising`, schedulers
+    that predict lengths that of `measure.foresight`. Where requests have categories or tenants, `NAME[GROUP]` are
+    latencies of one of them (`measure.groups`). Raises `UserError` for an unknown goodput limit.
     """
     limits = goodput or {}
     check_goodput(limits)
@@ -71,8 +73,8 @@ def repeat_figures(repeat: Repeat, limits: Mapping[str, float]) -> dict[str, flo
             hint="engine.detail: tokens keeps them",
         )
     counters = repeat.environment.get("counters", {})
-    decoding = {**speculation(counters, repeat.wall_s), **denoising(counters)}
-    return {**rates(repeat, limits), **latencies(repeat), **kv_figures(repeat), **decoding}
+    parts = {**speculation(counters, repeat.wall_s), **denoising(counters), **foresight(counters)}
+    return {**rates(repeat, limits), **latencies(repeat), **kv_figures(repeat), **parts}
 
 
 def _metric(name: str, samples: list[float]) -> Metric:

@@ -65,8 +65,13 @@ class Plan:
 class Scheduler(Protocol):
     """Cost of `schedule` must not grow with the number of waiting sequences.
 
-    Optional method: `observe(step_s, plan) -> None`, told after a step's tokens were read how long it took, from the
-    later of its launch and the end of the step before. Only an engine that measures steps calls it.
+    Optional methods:
+
+    - `observe(step_s, plan) -> None`, told after a step's tokens were read how long it took, from the later of its
+      launch and the end of the step before. Only an engine that measures steps calls it.
+    - `counters() -> dict[str, float]`, cumulative figures for the record. Replicas are added up, so they are sums.
+    - `reset() -> None`, a new repeat begins: nothing is queued or runs, and `counters` start again from 0. An engine
+      that builds a new scheduler instead need not call it.
     """
 
     def add(self, sequence: Sequence) -> None:
@@ -74,7 +79,10 @@ class Scheduler(Protocol):
         ...
 
     def finish(self, sequence: Sequence) -> None:
-        """Forget a sequence that ended; its KV was released by the engine."""
+        """Forget a sequence that is gone; the engine releases its KV.
+
+        `finish_reason` says how it ended, `None` that it was refused; tokens in flight behind a stop are lost.
+        """
         ...
 
     def schedule(self, space: KVSpace, now_s: float) -> Plan:

@@ -106,7 +106,7 @@ class Replica:
 
     def counters(self) -> dict[str, float]:
         prefixes = {name: value for name, value in self._kv.counters().items() if not name.endswith("_sum")}
-        return {**self.counts, **prefixes}
+        return {**self.counts, **prefixes, **getattr(self._scheduler, "counters", dict)()}
 
     def add(self, request: Request, now_ns: int) -> None:
         """Queue a request; what runs stops at the end of its step."""
