@@ -53,6 +53,16 @@ def test_limits_that_nothing_meets(
     assert "50 requests/s: goodput share 0.000, 0.000" in told.err
 
 
+def test_one_repeat_is_said_to_give_no_interval(
+    experiment: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measure = {"repeats": 1, "warmup": 0, "time_limit_s": 60, "goodput": {"ttft_s": 30.0}}
+    given = ("--low", "50", "--high", "50", "--max-repeats", "1")
+    assert find(experiment, tmp_path / "out", *given, ttft_s=30.0, measure=measure) == 0
+    told = capsys.readouterr().out
+    assert "not certain: one repeat gives no interval (--max-repeats 2 or more allows one)" in told
+
+
 @pytest.mark.parametrize(
     ("keys", "fault"),
     [

@@ -94,7 +94,13 @@ def _shares(args: Namespace, cell: Cell, rate: float, repeats: int) -> Sequence[
 def _answer(found: RateSearch, share: float) -> str:
     if found.rate is None:
         return f"not even {found.fails_at:.4g} requests/s keep {share:.0%} of the requests within the limits"
-    doubt = "" if found.certain else "; not certain: an interval over repeats contains the share"
+    doubt = "" if found.certain else f"; not certain: {_doubt(found)}"
     if found.fails_at is None:
         return f"{found.rate:.4g} requests/s, the highest that was allowed, still keep {share:.0%}{doubt}"
     return f"{found.rate:.4g} requests/s keep {share:.0%} within the limits, {found.fails_at:.4g} do not{doubt}"
+
+
+def _doubt(found: RateSearch) -> str:
+    if any(trial.share.low is None for trial in found.ends):
+        return "one repeat gives no interval (--max-repeats 2 or more allows one)"
+    return "an interval over repeats contains the share"

@@ -35,10 +35,14 @@ class RateSearch:
     trials: list[Trial] = field(default_factory=list)
 
     @property
+    def ends(self) -> list[Trial]:
+        """The trials at the ends of the bracket."""
+        return [trial for trial in self.trials if trial.rate in (self.rate, self.fails_at)]
+
+    @property
     def certain(self) -> bool:
         """Whether both ends of the bracket are certain."""
-        ends = [trial for trial in self.trials if trial.rate in (self.rate, self.fails_at)]
-        return all(trial.certain for trial in ends)
+        return all(trial.certain for trial in self.ends)
 
 
 def goodput_share(repeat: Repeat, limits: Mapping[str, float]) -> float:
