@@ -21,7 +21,7 @@ from infermix.cost.source import resolve_source
 from infermix.drafts import Drafts
 from infermix.errors import UserError, UserErrors
 from infermix.features import match
-from infermix.fitting import Fitter
+from infermix.fitting import Fitter, ignored_limits
 from infermix.measure.names import measure_faults
 from infermix.plugins import Catalogue
 from infermix.roles.component import PART_ROLES, Choice, Features, Role
@@ -69,6 +69,13 @@ class CellPlan:
     max_num_seqs: int = 0
     sequences_that_fit: int | None = None
     transforms: tuple[Choice, ...] = ()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the cell states and its engine has no use for."""
+        if self.facts is None:
+            return ()
+        return tuple(ignored_limits(self.cell.experiment.limits, self.engine, self.facts, self.machine))
 
 
 @dataclass(frozen=True)

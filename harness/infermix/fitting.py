@@ -30,6 +30,8 @@ _ASSUMED_SEQS = 256
 _ASSUMED_STEP_TOKENS = 2048
 #: Feature of an engine whose KV takes its share of the device at start-up, whatever the sequences need.
 FILLS_MEMORY = "engine:fills_memory"
+#: Provided by an engine whose KV takes what its requests need, whatever limits are stated.
+GROWS_MEMORY = "engine:grows_memory"
 
 
 @dataclass(frozen=True)
@@ -241,6 +243,17 @@ def _unused_limits(
             f"limits.kv_swap_bytes is {limits.kv_swap_bytes}, but no part of this cell swaps sequences to host "
             "memory (a scheduler with preemption: swap does; state it for those cells alone)"
         )
+
+
+def ignored_limits(limits: Limits, engine: Choice, facts: ModelFacts, machine: MachineFacts) -> Iterator[str]:
+    """Limits that this engine has no use for; stated for all cells of a comparison, they are no mistake."""
+    if GROWS_MEMORY in engine.component.provides(engine.options, facts, machine):
+        for name in ("kv_memory_bytes", "kv_memory_fraction"):
+            if getattr(limits, name) is not None:
+                yield (
+                    f"limits.{name} is not used by engine {engine.component.name!r}, whose KV takes what its "
+                    "requests need"
+                )
 
 
 def _stored_nothing(kv: Choice, shape: KVShape, limits: Limits) -> Iterator[str]:

@@ -42,7 +42,7 @@ def _needs(options: TransformersOptions, model: ModelFacts, machine: MachineFact
 
 
 def _provides(options: TransformersOptions, model: ModelFacts, machine: MachineFacts) -> Features:
-    return frozenset({"engine:score", "engine:score_decode", "engine:logits"})
+    return frozenset({"engine:score", "engine:score_decode", "engine:logits", "engine:grows_memory"})
 
 
 @hookimpl

@@ -7,7 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from infermix.cell.answers import Answers
+from infermix.cell.assemble import assemble
+from infermix.cli import main
 from infermix.compose import compose
+from infermix.failure import CellFailure
 from infermix.plugins import load_catalogue
 from infermix.roles.facts import MachineFacts
 from infermix.spec.load import load_experiment
@@ -108,3 +112,37 @@ def test_drafts_of_an_inner_decoder_count(reasons: Reasons) -> None:
     (reason,) = reasons(_drafting(decoder, 20))
     assert reason.startswith("kv 'sink_window' takes 20 tokens of a sequence at once, the decoder verifies 20 drafts")
     assert reasons(_drafting(decoder, 19)) == ()
+
+
+@pytest.mark.parametrize("limit", ["kv_memory_bytes: 1000000", "kv_memory_fraction: 0.5"])
+def test_a_limit_that_an_engine_has_no_use_for_is_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], limit: str
+) -> None:
+    """Limits are stated for all cells of a comparison, so this is no mistake; the plan and the record say it."""
+    monkeypatch.chdir(tmp_path)
+    Path("model.json").write_text(json.dumps(MODEL), encoding="utf-8")
+    Path("x.yaml").write_text(
+        "model: {source: model.json, weights: dummy}\ndevice: cpu\ndtype: float32\n"
+        "workload: {use: synthetic, num_requests: 2, input_tokens: 8, output_tokens: 4}\n"
+        f"limits: {{{limit}}}\nengine: transformers\n",
+        encoding="utf-8",
+    )
+    (plan,) = compose(load_experiment("x.yaml"), load_catalogue(), machine=CPU)
+    name = limit.partition(":")[0]
+    told = f"limits.{name} is not used by engine 'transformers', whose KV takes what its requests need"
+    assert (plan.runs, plan.notes) == (True, (told,))
+    assert told in assemble(plan, Answers(failure=CellFailure("error", "stopped")), None, {}).log
+    assert main(["plan", "x.yaml"]) == 0
+    assert told in capsys.readouterr().out
+
+
+def test_an_engine_that_uses_a_limit_notes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("model.json").write_text(json.dumps(MODEL), encoding="utf-8")
+    Path("x.yaml").write_text(
+        "model: {source: model.json, weights: dummy}\nworkload: {use: synthetic, num_requests: 2}\n"
+        "limits: {kv_memory_bytes: 1000000}\n",
+        encoding="utf-8",
+    )
+    (plan,) = compose(load_experiment("x.yaml"), load_catalogue(), machine=CPU)
+    assert plan.notes == ()

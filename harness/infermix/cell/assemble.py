@@ -65,7 +65,7 @@ def assemble(plan: CellPlan, answers: Answers, baseline: Summary | None, environ
         record.quality = answers.quality.quality
         record.phases_s.update(answers.quality.phases_s)
         record.memory.update(answers.quality.memory)
-    record.log = [*answers.notes, *answers.log]
+    record.log = [*plan.notes, *answers.notes, *answers.log]
     record.track = track_id(record)
     record.complete = True
     _judge(record, plan, answers, baseline)

@@ -53,6 +53,7 @@ def _data(plan: CellPlan) -> dict[str, Any]:
         "baseline": plan.cell.baseline,
         "runs": plan.runs,
         "reasons": list(plan.reasons),
+        "notes": list(plan.notes),
         "adapters": dict(plan.adapters),
         "device": plan.device,
         "dtype": plan.dtype,
@@ -82,7 +83,7 @@ def _show(plans: list[CellPlan]) -> None:
         console.width = _FILE_WIDTH
     console.print(_table(plans))
     for plan in plans:
-        for reason in plan.reasons:
+        for reason in (*plan.reasons, *(plan.notes if plan.runs else ())):
             console.print(f"{plan.cell.name}: {reason}", markup=False, soft_wrap=True)
     running = [plan for plan in plans if plan.runs]
     machine, limit = plans[0].machine, sum(plan.time_limit_s for plan in running)
