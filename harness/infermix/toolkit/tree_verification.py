@@ -129,8 +129,8 @@ Accept = Callable[[DraftTree, Seq[int]], tuple[int, ...]]
 def last_child(tokens: Seq[int], parents: Seq[int], node: int, token: int) -> int:
     """Of the guesses behind guess `node` (-1: the text) the last that is `token`; -1 where none is.
 
-    Most often none is, which a look at the tokens alone tells. A guess has few children, while a text in a loop has one
-    token everywhere: so parents are searched then, not tokens.
+    Most often none is, which a look at the tokens alone tells. A guess has few children, while a text in a loop has
+    one token everywhere: so parents are searched then, not tokens.
     """
     if token not in tokens:
         return -1
