@@ -135,6 +135,13 @@ class SmoothQuantOptions(CalibratedOptions, frozen=True, kw_only=True):
     alpha: Annotated[
         float, Meta(ge=0, le=1, description="share of the difficulty that moves from activations to weights")
     ] = 0.5
+    fold: Annotated[
+        Literal["norms", "all"],
+        Meta(
+            description="what takes the inverse scales: norms only, as in the paper, or also the linears whose outputs "
+            "another one reads (up_proj before down_proj, v_proj before o_proj)"
+        ),
+    ] = "norms"
     activations: Annotated[
         Literal["token", "tensor"],
         Meta(description="token: a scale each, found on the way; tensor: one static scale per input"),

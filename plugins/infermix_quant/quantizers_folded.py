@@ -129,15 +129,16 @@ class AwqQuantizer(FoldedQuantizer):
 class SmoothQuantQuantizer(FoldedQuantizer):
     """Xiao et al., "SmoothQuant" (2022), equation 4: s = max|x|^alpha / max|w|^(1 - alpha); x / s meets s w."""
 
-    name, norms_only = "smoothquant", True
+    name = "smoothquant"
     precision_bits = 7.0  # magnitudes of activations
 
     def __init__(self, options: SmoothQuantOptions) -> None:
         super().__init__(options)
-        self._alpha, self._choice = options.alpha, options
+        self._alpha, self._choice, self.norms_only = options.alpha, options, options.fold == "norms"
         self._peaks: dict[str, float] = {}
         activations = described_activations(options)
-        self.method = f"smoothquant w8a8 int8 per channel, activations {activations}, alpha {options.alpha:g}"
+        folds = "" if self.norms_only else ", folded into linears too"
+        self.method = f"smoothquant w8a8 int8 per channel, activations {activations}, alpha {options.alpha:g}{folds}"
 
     def folded(self, layer: CalibrationLayer, linears: Sequence[FoundLinear]) -> None:
         """Static scales are those of the inputs as they are now."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 import torch
 from infermix.roles.quantizer import QuantizerContext
@@ -114,6 +116,26 @@ def test_smoothquant_rescues_planted_outliers() -> None:
     plain = _error_of(_outlier_model(), SmoothQuantQuantizer(SmoothQuantOptions(skip=("*lm_head",), alpha=0.0)))
     smooth = _error_of(_outlier_model(), SmoothQuantQuantizer(SmoothQuantOptions(alpha=0.5)))
     assert smooth < 0.5 * plain
+
+
+@pytest.mark.parametrize(("fold", "folded"), [("norms", 4), ("all", 6)])
+def test_smoothquant_folds_into_norms_or_linears_too(fold: Literal["norms", "all"], folded: int) -> None:
+    """Two layers: two norms each, and `up_proj`; `v_proj` is read by several query heads here."""
+    report = SmoothQuantQuantizer(SmoothQuantOptions(fold=fold)).apply(_outlier_model(), CONTEXT)
+    assert report.details["folded_inputs"] == folded
+    assert ("linears" in report.method) == (fold == "all")
+
+
+def test_outliers_behind_a_linear_are_rescued_by_folding_into_it() -> None:
+    def errors(fold: Literal["norms", "all"]) -> float:
+        model = _outlier_model()
+        with torch.no_grad():
+            for layer in model.model.layers:
+                layer.mlp.up_proj.weight[5] *= 200
+                layer.mlp.down_proj.weight[:, 5] /= 200
+        return _error_of(model, SmoothQuantQuantizer(SmoothQuantOptions(fold=fold)))
+
+    assert errors("all") < 0.7 * errors("norms")
 
 
 def test_smoothquant_divides_activations_and_multiplies_weights() -> None:
