@@ -138,7 +138,7 @@ class SmoothQuantOptions(CalibratedOptions, frozen=True, kw_only=True):
     fold: Annotated[
         Literal["norms", "all"],
         Meta(
-            description="what takes the inverse scales: norms only, as in the paper, or also the linears whose outputs "
+            description="what takes the inverse scales: norms only, as in the paper, or also linears whose outputs "
             "another one reads (up_proj before down_proj, v_proj before o_proj)"
         ),
     ] = "norms"
