@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 import msgspec
 import torch
+from infermix.measure.clock import now_ns
 from infermix.paths import cache_dir
 from infermix.roles.quantizer import QuantizationReport, QuantizerContext
 from infermix.toolkit.calibration import samples_digest
@@ -55,9 +55,9 @@ def cached(
         return _restore(model, context, target)
     if damage is not None:
         shutil.rmtree(target)
-    start = time.perf_counter()
+    start = now_ns()
     report = quantize()
-    report = replace(report, details={**report.details, "quantize_s": time.perf_counter() - start})
+    report = replace(report, details={**report.details, "quantize_s": (now_ns() - start) / 1e9})
     settings = {**msgspec.to_builtins(options), "format": form}
     try:
         _save(model, context.directory, target, settings, report)

@@ -38,7 +38,8 @@ def quantize(job: Any, model: Any) -> dict[str, Any]:
             weight = tensors.pop(f"model.{name}.weight")
             tensors |= {f"model.{name}.{key}": value for key, value in _packed(weight, job.options["fault"]).items()}
     job.save(tensors)
-    return {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": True, "desc_act": False}
+    symmetric = job.options["fault"] != "zeros"  # of symmetric weights other zero points are refused unjudged
+    return {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": symmetric, "desc_act": False}
 
 
 def _packed(weight: torch.Tensor, fault: str) -> dict[str, torch.Tensor]:

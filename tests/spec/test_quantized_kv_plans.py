@@ -95,6 +95,8 @@ def test_options_are_faults_of_the_file(plan: Any, kv: str, message: str) -> Non
 
 
 def test_more_drafts_than_the_tail_takes_back() -> None:
+    from types import SimpleNamespace
+
     from infermix.fitting import _draft_problems
     from infermix.roles.component import Choice, Role
     from infermix.roles.kv_space import KVBudget, KVGroup
@@ -102,7 +104,8 @@ def test_more_drafts_than_the_tail_takes_back() -> None:
     registered = load_catalogue().find(Role.KV, "kivi")
     kv = Choice(registered, registered.component.options())
     shape = registered.component.build(kv.options, None).shape((KVGroup((0,), 1, 32, 32),), KVBudget(1, 64, 2))
-    assert list(_draft_problems(kv, shape, 32)) == []
-    assert list(_draft_problems(kv, shape, 33)) == [
+    drafts = [SimpleNamespace(num_draft_tokens=count, second=None) for count in (32, 33)]
+    assert list(_draft_problems(kv, shape, drafts[0])) == []  # type: ignore[arg-type]
+    assert list(_draft_problems(kv, shape, drafts[1])) == [  # type: ignore[arg-type]
         "kv 'kivi' can take back 32 tokens of a sequence, the decoder drafts 33"
     ]
