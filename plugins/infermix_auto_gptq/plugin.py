@@ -58,6 +58,7 @@ def _build(options: AutoGptqOptions, context: None) -> Any:
         script=Path(__file__).with_name("worker.py"),
         group_size=options.group_size,
         config_form="transformers-4",
+        most_perplexity_ratio=options.most_perplexity_ratio,
         options={
             "bits": options.bits,
             "group_size": options.group_size or -1,

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from infermix.hookspecs import hookimpl
 from infermix.roles.component import Component, Features, Role
 from infermix.roles.environment import Environment
-from infermix.toolkit.calibration import CalibratedOptions
 from infermix.toolkit.isolated import IsolatedQuantizer
-from infermix.toolkit.isolated_options import GroupSize, described, needs_model, stored_bits
+from infermix.toolkit.isolated_options import GroupSize, IsolatedOptions, described, needs_model, stored_bits
 from msgspec import Meta
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ _MODELS = frozenset({
 })  # fmt: skip
 
 
-class AutoAwqOptions(CalibratedOptions, frozen=True, kw_only=True):
+class AutoAwqOptions(IsolatedOptions, frozen=True, kw_only=True):
     """Always 4 bits with fitted zero points: the library's checkpoint format holds nothing else."""
 
     group_size: GroupSize = 64
@@ -52,6 +51,7 @@ def _build(options: AutoAwqOptions, context: None) -> Any:
         script=Path(__file__).with_name("worker.py"),
         group_size=options.group_size,
         config_form="transformers-4",
+        most_perplexity_ratio=options.most_perplexity_ratio,
         options={
             "group_size": options.group_size or -1,
             "duo_scaling": options.duo_scaling,

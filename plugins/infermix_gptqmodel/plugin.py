@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 from infermix.hookspecs import hookimpl
 from infermix.roles.component import Component, Features, Options, Role
 from infermix.roles.environment import Environment
-from infermix.toolkit.calibration import CalibratedOptions
 from infermix.toolkit.isolated import IsolatedQuantizer
 from infermix.toolkit.isolated_options import (
     ActOrder,
     Damping,
     GroupedOptions,
     GroupSize,
+    IsolatedOptions,
     described,
     needs_model,
     stored_bits,
@@ -57,7 +57,7 @@ class GptqModelOptions(GroupedOptions, frozen=True, kw_only=True):
     ] = True
 
 
-class GptqModelAwqOptions(CalibratedOptions, frozen=True, kw_only=True):
+class GptqModelAwqOptions(IsolatedOptions, frozen=True, kw_only=True):
     """Always 4 bits with fitted zero points."""
 
     group_size: GroupSize = 64
@@ -71,6 +71,7 @@ def _quantizer(name: str, method: str, options: Any, half: bool, config: dict[st
         environment=ENVIRONMENT,
         script=Path(__file__).with_name("worker.py"),
         group_size=options.group_size,
+        most_perplexity_ratio=options.most_perplexity_ratio,
         options={"half": half, "config": {**shared, **config}},
     )
 

@@ -136,6 +136,15 @@ def test_what_goes_wrong_is_said_and_not_kept(
     assert _left(context, tmp_path) == []
 
 
+@pytest.mark.usefixtures("_same_process")
+def test_how_much_worse_a_checkpoint_may_be_is_asked_whenever_it_is_used(context: EngineContext) -> None:
+    lax = _quantizer("zeros", most_perplexity_ratio=1e6)
+    assert prepare(lax, OPTIONS, context).facts["from_cache"] is False
+    assert prepare(lax, OPTIONS, context).facts["from_cache"] is True
+    with pytest.raises(WrongResult, match=r"most_perplexity_ratio 1\.5"):
+        prepare(_quantizer("zeros"), OPTIONS, context)
+
+
 def test_a_worker_that_dies_leaves_its_last_words(context: EngineContext, tmp_path: Path) -> None:
     with pytest.raises(InfermixError, match=r"exit code 7; its last lines: .*the last thing that the library said"):
         prepare(_quantizer("crash"), OPTIONS, context)

@@ -49,7 +49,6 @@ _FACTS = "infermix_isolated.json"
 _CONFIG = "config.json"
 #: Relative; both sides compute in fp32 on a CPU. A wrong rotary base moves SmolLM2's perplexity by 12 %.
 SAME_PERPLEXITY = 0.005
-MOST_PERPLEXITY_RATIO = 1.5
 _GATE_WINDOWS, _GATE_WINDOW_TOKENS, _GATE_CHARACTERS = 4, 512, 40_000
 _BESIDE = ("*token*", "vocab*", "merges*", "special_tokens_map.json", "generation_config.json", "chat_template*")
 
@@ -85,6 +84,8 @@ def prepare(quantizer: IsolatedQuantizer, options: CalibratedOptions, context: E
         if not kept:
             _Work(quantizer, options, context, data, tokenizer).make(target)
     facts = json.loads((target / _FACTS).read_text(encoding="utf-8"))
+    gates = facts["gates"]  # the limit is no part of the key
+    check_quantized(gates["unquantized_perplexity"], gates["quantized_perplexity"], quantizer)
     facts |= {"checkpoint": target.name, "from_cache": kept}
     return Prepared(_source(target, context), _reader(quantizer, context), facts)
 
@@ -277,10 +278,11 @@ def _check_same(ours: float, theirs: float, quantizer: IsolatedQuantizer) -> Non
 
 def check_quantized(ours: float, quantized: float, quantizer: IsolatedQuantizer) -> None:
     """Raises `WrongResult` for a checkpoint that is far worse than the unquantized model."""
-    if not quantized <= MOST_PERPLEXITY_RATIO * ours:
+    limit = quantizer.most_perplexity_ratio
+    if not quantized <= limit * ours:
         raise WrongResult(
             f"the checkpoint that quantizer {quantizer.name!r} made has a perplexity of {quantized:.5g} when read "
-            f"back, {quantized / ours:.3g} times the unquantized {ours:.5g} (gate {MOST_PERPLEXITY_RATIO:g})"
+            f"back, {quantized / ours:.3g} times the unquantized {ours:.5g} (most_perplexity_ratio {limit:g})"
         )
 
 

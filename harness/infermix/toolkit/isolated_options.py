@@ -8,6 +8,7 @@ from msgspec import Meta
 
 from infermix.roles.component import Features
 from infermix.toolkit.calibration import CalibratedOptions
+from infermix.toolkit.isolated import MOST_PERPLEXITY_RATIO
 
 if TYPE_CHECKING:
     from infermix.roles.facts import ModelFacts
@@ -26,7 +27,18 @@ Damping = Annotated[
 ]
 
 
-class GroupedOptions(CalibratedOptions, frozen=True, kw_only=True):
+class IsolatedOptions(CalibratedOptions, frozen=True, kw_only=True):
+    most_perplexity_ratio: Annotated[
+        float,
+        Meta(
+            gt=1,
+            description="a checkpoint whose perplexity is more times that of the unquantized model counts as wrong; "
+            "small models need more room, and so do few bits",
+        ),
+    ] = MOST_PERPLEXITY_RATIO
+
+
+class GroupedOptions(IsolatedOptions, frozen=True, kw_only=True):
     """Integers with a scale and a zero point per group."""
 
     bits: Annotated[Literal[2, 3, 4, 8], Meta(description="bits of a stored weight", extra={"unit": "bits"})] = 4
