@@ -1,6 +1,7 @@
 """The native engine against the limits of one GPU: decode steps, prefill rates, set-up. Random weights, no download.
 
     python tests/bench/limits/engine.py --json limits.json [--only 8b,smollm2,8b-w4,8b-int8,8b-fp8] [--profile]
+        [--mixed-graph-tokens 2048]
 
 Steps are timed on the host over whole engine steps (schedule, launch, read the tokens of the step before), and beside
 them the bare replay of the same graph, so that the difference is what the host and the sampler add. Quantized rows
@@ -63,8 +64,8 @@ def choose(catalogue: Catalogue, role: Role, name: str, **options: Any) -> Choic
     return Choice(registered, registered.component.options(**options))
 
 
-def build(name: str, max_num_seqs: int) -> Any:
-    """An engine of the Triton parts over paged KV, self-check included."""
+def build(name: str, max_num_seqs: int, mixed_graph_tokens: int | None = None) -> Any:
+    """An engine of the Triton parts over paged KV, self-check included; prefills up to so many tokens from graphs."""
     shape, quantizer = MODELS[name]
     catalogue, source = load_catalogue(), resolve_source(ModelSource(source=shape, weights="dummy"), Path("."))
     names = {**DEFAULT_PARTS, "attention": "triton", "kv": "paged", "quantizer": quantizer}
@@ -85,7 +86,7 @@ def build(name: str, max_num_seqs: int) -> Any:
         seed=0,
         clock_ns=time.perf_counter_ns,
     )
-    native = choose(catalogue, Role.ENGINE, "native")
+    native = choose(catalogue, Role.ENGINE, "native", mixed_graph_tokens=mixed_graph_tokens)
     return native.component.build(native.options, context)
 
 
@@ -160,8 +161,8 @@ def host_profile(engine: Any) -> str:
     return text.getvalue()
 
 
-def measure(name: str, profile: bool) -> dict[str, Any]:
-    engine = build(name, max(BATCHES))
+def measure(name: str, profile: bool, mixed_graph_tokens: int | None) -> dict[str, Any]:
+    engine = build(name, max(BATCHES), mixed_graph_tokens)
     rows: dict[str, Any] = {}
     for batch in BATCHES:
         rows[f"decode {batch}"] = decode_row(engine, batch)
@@ -219,6 +220,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="where the figures are written")
     parser.add_argument("--only", default=",".join(MODELS), help="models, separated by commas")
     parser.add_argument("--profile", action="store_true", help="show where the host spends decode steps")
+    parser.add_argument(
+        "--mixed-graph-tokens", type=int, help="largest prefill that is replayed from a graph; default: the engine's"
+    )
     given = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("a CUDA device is needed")
@@ -228,7 +232,7 @@ def main() -> None:
     print(f"{torch.cuda.get_device_name()}: copy {copy / 1e9:.0f} GB/s, bf16 matmul {flops / 1e12:.0f} TFLOP/s")
     results: dict[str, Any] = {"copy_bytes_per_s": copy, "matmul_flops_per_s": ceilings.matmul_flops_per_s}
     for name in given.only.split(","):
-        results[name] = measure(name, given.profile)
+        results[name] = measure(name, given.profile, given.mixed_graph_tokens)
         show(name, results[name], copy)
         show_gains({key: results[key] for key in results.keys() & {"8b", name}})
         torch.cuda.empty_cache()
