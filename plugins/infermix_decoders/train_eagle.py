@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from infermix.errors import Unsupported
 from infermix.roles.training import HeadTraining
-from torch import Tensor
+from torch import Tensor, nn
 
 from infermix_decoders.eagle_layer import EagleDraft, EagleShape, causal
 from infermix_decoders.head_files import EAGLE_FILES, write_heads
@@ -29,13 +30,16 @@ def _train(options: EagleTraining, training: HeadTraining) -> dict[str, Any]:
     shape = shape_of(training.model)
     draft = EagleDraft(shape).to(teacher.device)
     embed = training.model.get_input_embeddings()
+    even = even_inputs(teacher, embed, training)
 
     def one_pass(seen: Seen, features: Tensor) -> tuple[Tensor, Tensor]:
         """Guesses `[B, T - 1, D]` of features 1 ... T - 1, and the loss on them."""
         ids, hidden = seen.batch.ids, seen.hidden
         positions = torch.arange(ids.shape[1] - 1, device=ids.device).expand(len(ids), -1)
         with teacher.autocast():
-            guessed = draft(features.float(), embed(ids[:, 1:]).float(), positions, causal)
+            guessed = draft(
+                features.float() / even.features, embed(ids[:, 1:]).float() / even.embeddings, positions, causal
+            )
             rows = seen.batch.output[:, 1:]
             logits = F.linear(guessed[rows], teacher.head.weight.to(guessed.dtype))
         wanted, target = hidden[:, 1:][rows], guessed[rows].float()
@@ -56,11 +60,45 @@ def _train(options: EagleTraining, training: HeadTraining) -> dict[str, Any]:
         return total
 
     figures = train([(list(draft.parameters()), 1.0)], training, teacher, step_loss)
+    even.fold_into(draft.fc)
     right = measure_eagle(draft, teacher, training)
     dtype = teacher.head.weight.dtype
     tensors = {name: tensor.to(dtype) for name, tensor in draft.state_dict().items()}
     write_heads(training.output, EAGLE_FILES[0], tensors, {**config_of(shape), **training.about, "training": figures})
     return {**figures, "held_out_top1": right}
+
+
+@dataclass(frozen=True, slots=True)
+class EvenInputs:
+    """What hidden states and embeddings are divided by while the layer learns: their standard deviations.
+
+    Embeddings are often ten times smaller than hidden states, and Adam moves every weight at the same pace: without
+    this, the layer takes long to hear the token that was drawn. Published layers take raw inputs, so it is folded
+    into the first linear map in the end.
+    """
+
+    features: float
+    embeddings: float
+
+    @torch.no_grad()
+    def fold_into(self, first: nn.Linear) -> None:
+        """`first` reads embeddings in its first half of columns, hidden states in its second."""
+        width = first.in_features // 2
+        first.weight[:, :width] /= self.embeddings
+        first.weight[:, width:] /= self.features
+
+
+@torch.no_grad()
+def even_inputs(teacher: Teacher, embed: nn.Module, training: HeadTraining) -> EvenInputs:
+    """Measured on what the model said in the first samples."""
+    batch = as_batch(training.samples[:8], teacher.device)
+    return EvenInputs(*(_size(each[batch.output]) for each in (teacher.see(batch).hidden, embed(batch.ids))))
+
+
+def _size(values: Tensor) -> float:
+    """1 where there is nothing to measure."""
+    found = float(values.float().std()) if values.numel() > 1 else 0.0
+    return found if found > 0 else 1.0
 
 
 def shape_of(model: Any) -> EagleShape:
