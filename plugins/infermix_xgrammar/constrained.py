@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -48,8 +49,11 @@ def _compiled(options: ConstrainedOptions, info: Any) -> Any:
 
 @dataclass(slots=True)
 class _State:
+    """`ended`: the end of the output was accepted, behind which anything may follow."""
+
     matcher: Any
     num_seen: int = 0
+    ended: bool = False
 
 
 class GrammarMasks:
@@ -57,10 +61,43 @@ class GrammarMasks:
 
     def __init__(self, compiled: Any) -> None:
         self._compiled = compiled
+        info = compiled.tokenizer_info
+        self._stops, self._num_words = frozenset(info.stop_token_ids), -(-info.vocab_size // 32)
         self._states: dict[int, _State] = {}
+        self._together = xgrammar.BatchGrammarMatcher()
 
     def fill(self, sequence: Sequence, drafts: tuple[int, ...], bits: Tensor, row: int) -> bool:
-        matcher = self._follow(sequence)
+        (state,) = self._follow([sequence])
+        return not state.ended and self._fill_behind(state.matcher, drafts, bits, row)
+
+    def fill_all(self, sequences: Seq[Sequence], drafts: Seq[tuple[int, ...]], bits: Tensor) -> bool:
+        """Rows without drafts are filled in one call, by several threads."""
+        states = self._follow(sequences)
+        if bits.shape[1] > self._num_words:  # logits of more tokens than there are
+            bits.fill_(-1)
+        plain = [row for row, state in enumerate(states) if not (drafts[row] or state.ended)]
+        self._fill_plain([states[row].matcher for row in plain], bits, plain)
+        limited = bool(plain)
+        if len(plain) == len(states):
+            return limited
+        for row, state in enumerate(states):
+            if drafts[row] or state.ended:
+                bits[row] = -1
+                limited |= not state.ended and self._fill_behind(state.matcher, drafts[row], bits, row)
+        return limited
+
+    def forget(self, sequence: Sequence) -> None:
+        self._states.pop(sequence.seq_id, None)
+
+    def _fill_plain(self, matchers: list[Any], bits: Tensor, rows: list[int]) -> None:
+        if len(matchers) > 1:
+            self._together.batch_fill_next_token_bitmask(matchers, bits, rows)
+        elif matchers:  # threads would take longer to wake
+            matchers[0].fill_next_token_bitmask(bits, rows[0])
+
+    @staticmethod
+    def _fill_behind(matcher: Any, drafts: tuple[int, ...], bits: Tensor, row: int) -> bool:
+        """What may come behind `drafts`; anything behind those that the grammar forbids or that end the output."""
         accepted = 0
         while accepted < len(drafts) and not matcher.is_terminated() and matcher.accept_token(drafts[accepted]):
             accepted += 1
@@ -71,18 +108,40 @@ class GrammarMasks:
             matcher.rollback(accepted)
         return bool(limited)
 
-    def forget(self, sequence: Sequence) -> None:
-        self._states.pop(sequence.seq_id, None)
+    def _follow(self, sequences: Seq[Sequence]) -> list[_State]:
+        """The states of `sequences`, behind all of their tokens. Most have one that is new, taken in one call."""
+        states: list[_State] = []
+        behind: dict[int, tuple[Sequence, _State]] = {}
+        for sequence in sequences:
+            state = self._states.get(sequence.seq_id)
+            if state is None:
+                state = self._states[sequence.seq_id] = _State(xgrammar.GrammarMatcher(self._compiled))
+            states.append(state)
+            if _is_behind(sequence, state):
+                behind[sequence.seq_id] = (sequence, state)
+        lagging = list(behind.values())
+        while lagging:
+            self._accept([each for each in lagging if not each[1].ended])
+            for _, state in lagging:
+                state.num_seen += 1
+            lagging = [each for each in lagging if _is_behind(*each)]
+        return states
 
-    def _follow(self, sequence: Sequence) -> Any:
-        state = self._states.get(sequence.seq_id)
-        if state is None:
-            state = self._states[sequence.seq_id] = _State(xgrammar.GrammarMatcher(self._compiled))
-        for token in sequence.tokens[sequence.num_prompt_tokens + state.num_seen :]:
-            if not state.matcher.is_terminated() and not state.matcher.accept_token(token):
+    def _accept(self, lagging: Seq[tuple[Sequence, _State]]) -> None:
+        """The next token of each."""
+        if not lagging:
+            return
+        tokens = [sequence.tokens[sequence.num_prompt_tokens + state.num_seen] for sequence, state in lagging]
+        found = xgrammar.BatchGrammarMatcher.batch_accept_token([state.matcher for _, state in lagging], tokens)
+        for (sequence, state), token, accepted in zip(lagging, tokens, found, strict=True):
+            if not accepted:
                 raise _broken(sequence, token)
-        state.num_seen = len(sequence.tokens) - sequence.num_prompt_tokens
-        return state.matcher
+            state.ended = token in self._stops
+
+
+def _is_behind(sequence: Sequence, state: _State) -> bool:
+    """Whether the sequence has tokens that its matcher has not seen."""
+    return sequence.num_prompt_tokens + state.num_seen < len(sequence.tokens)
 
 
 def _broken(sequence: Sequence, token: int) -> InfermixError:
