@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from infermix.errors import UserError
 from infermix.roles.decoder import Emission, Forward, Runner, Sampler
@@ -27,21 +29,37 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Group:
-    """One request: row i holds beam i, whose text is its tokens; no beam uses the `spare` rows now."""
+    """One request: row i holds beam i, whose text is its tokens; no beam uses the `spare` rows now.
+
+    A row is its entry in every step: each gives it one token.
+    """
 
     sequence: Sequence
     search: BeamSearch
-    rows: list[Sequence]
-    spare: list[Sequence]
+    rows: list[Scheduled]
+    spare: list[Scheduled]
+
+    def output(self, beam: int) -> list[int]:
+        return self.rows[beam].sequence.tokens[self.sequence.num_prompt_tokens :]
 
 
 @dataclass(slots=True)
 class Best:
-    """The best continuations of groups that are alike, best first: `scores [G, k]`, `beams_and_tokens [2, G, k]`."""
+    """The best continuations of groups that are alike, best first: `found [3, G, k]` int64 on the device.
+
+    They are the place among the `width` best ones of each row, row after row; the token; and the bits of the score
+    in float64. One tensor, since every read waits for the device.
+    """
 
     groups: list[Group]
-    scores: Tensor
-    beams_and_tokens: Tensor
+    found: Tensor
+    width: int
+
+    def rows(self) -> Iterator[tuple[Group, list[float], list[int], list[int]]]:
+        """Scores, beams and tokens of each group, waited for."""
+        places, tokens, scores = self.found.cpu().numpy()
+        columns = scores.view(np.float64), places // self.width, tokens
+        return zip(self.groups, *(column.tolist() for column in columns), strict=True)
 
 
 class BeamDecoder:
@@ -71,7 +89,10 @@ class BeamDecoder:
                 group = self._begin(entry.sequence)
             elif group is not None:
                 copies += self._space.take_row_copies(entry.sequence.seq_id)
-            entries += [entry] if group is None or not group.search.length else _row_entries(group)
+            if group is None or not group.search.length:
+                entries.append(entry)
+            else:
+                entries += group.rows
             groups += [group] if group is not None else []
         runner.copy(copies)
         return self._candidates(groups, runner.forward(Plan(entries)))
@@ -79,8 +100,7 @@ class BeamDecoder:
     def collect(self, ticket: list[Best]) -> list[Emission]:
         emissions = []
         for best in ticket:
-            rows = zip(best.groups, best.scores.tolist(), *best.beams_and_tokens.tolist(), strict=True)
-            for group, scores, beams, tokens in rows:
+            for group, scores, beams, tokens in best.rows():
                 self._advance(group, scores, beams, tokens)
                 if group.search.done:
                     emissions.append(_emission(group))
@@ -98,7 +118,6 @@ class BeamDecoder:
         sampling, options = sequence.request.sampling, self._options
         _refuse_misfit(sequence, options.num_beams)
         search = BeamSearch(
-            sequence.tokens,
             options.num_beams,
             max_new_tokens=sampling.max_new_tokens,
             stops=stop_tokens(sampling, self._eos_token_ids),
@@ -107,9 +126,9 @@ class BeamDecoder:
         )
         first = -1 - sequence.seq_id * options.num_beams
         ids = (sequence.seq_id, *(first - index for index in range(1, options.num_beams)))
+        num_prompt, text = sequence.num_prompt_tokens, list(sequence.tokens)
         rows = [
-            Sequence(seq_id, sequence.request, search.texts[0], sequence.num_prompt_tokens, lane=sequence.lane)
-            for seq_id in ids
+            Scheduled(Sequence(seq_id, sequence.request, text, num_prompt, lane=sequence.lane), 1) for seq_id in ids
         ]
         group = self._groups[sequence.seq_id] = Group(sequence, search, rows[:1], rows[1:])
         return group
@@ -128,10 +147,10 @@ class BeamDecoder:
         self._withhold(groups, own)
         rated, tokens = own.topk(min(count, own.shape[-1]), dim=-1)
         before = [score for group in groups for score in group.search.scores]
-        total = (rated + _to_device_float(before, own.device)[:, None]).view(len(groups), -1)
+        total = rated.add_(_column(before, own.device)).view(len(groups), -1)
         scores, places = total.topk(min(count, total.shape[-1]), dim=-1)
-        beams = places.div(rated.shape[-1], rounding_mode="floor")
-        return Best(groups, scores, torch.stack((beams, tokens.view(len(groups), -1).gather(1, places))))
+        tokens = tokens.view(total.shape).gather(1, places)
+        return Best(groups, torch.stack((places, tokens, scores.double().view(torch.int64))), rated.shape[-1])
 
     def _withhold(self, groups: list[Group], scores: Tensor) -> None:
         """Stop tokens that come too early get no probability in the rows of their groups."""
@@ -148,55 +167,67 @@ class BeamDecoder:
         if rows:
             scores[tuple(lists_to_device(scores.device, rows, stops))] = float("-inf")
 
-    def _advance(self, group: Group, scores: Seq[float], beams: Seq[int], tokens: Seq[int]) -> None:
+    def _advance(self, group: Group, scores: list[float], beams: list[int], tokens: list[int]) -> None:
         """The beams of the next step: a row goes on with its first continuation, others fork from it."""
         assert self._space is not None
         sequence, search = group.sequence, group.search
         if not search.length:
             self._space.begin(sequence.seq_id, sequence.num_prompt_tokens)
-        parents = search.advance(scores, beams, tokens)
+        parents, tokens = search.advance(scores, beams, tokens, group.output)
         if search.done:
             return
-        num_tokens = sequence.num_prompt_tokens + search.length - 1
-        forks = _assign(group, parents)
-        for row in group.rows:
-            row.num_computed = num_tokens
-        self._space.arrange(sequence.seq_id, tuple([row.seq_id for row in group.rows]), forks, num_tokens)
-
-
-def _row_entries(group: Group) -> list[Scheduled]:
-    return [Scheduled(row, 1) for row in group.rows]
+        gone = _set_free(group, parents)
+        forks = _continue(group, parents, tokens)
+        rows = tuple([row.sequence.seq_id for row in group.rows])
+        self._space.arrange(sequence.seq_id, rows, forks, sequence.num_prompt_tokens + search.length - 1, gone)
 
 
 def _rows_of(groups: list[Group], forward: Forward) -> Tensor:
     """The logits of all rows of `groups`, in their order; most often that is the order in which they are."""
-    rows = [row for group in groups for row in group.rows]
+    rows = [row.sequence for group in groups for row in group.rows]
     if rows == forward.sequences:
         return forward.logits
     place = {sequence.seq_id: index for index, sequence in enumerate(forward.sequences)}
     return forward.logits.index_select(0, to_device([place[row.seq_id] for row in rows], forward.logits.device))
 
 
-def _to_device_float(values: Seq[float], device: torch.device) -> Tensor:
-    """fp32, without waiting for the device."""
-    host = torch.tensor(values, dtype=torch.float32, pin_memory=device.type == "cuda")
+def _column(values: Seq[float], device: torch.device) -> Tensor:
+    """fp32 `[n, 1]`, without waiting for the device."""
+    host = torch.empty(len(values), 1, dtype=torch.float32, pin_memory=device.type == "cuda")
+    host.numpy()[:, 0] = values
     return host.to(device, non_blocking=True)
 
 
-def _assign(group: Group, parents: Seq[int]) -> list[Fork]:
-    """Give every text of the search its row; those that are copies take spare rows, and fork."""
-    before, used = group.rows, set(parents)
-    if len(used) < len(before):
-        group.spare += [row for beam, row in enumerate(before) if beam not in used]
-    spare, rows, forks = iter(group.spare), [], []
-    for parent, text in zip(parents, group.search.texts, strict=True):
+def _set_free(group: Group, parents: list[int]) -> list[int]:
+    """The ids of rows that no beam goes on from; they become spare ones."""
+    used = set(parents)
+    if len(used) == len(group.rows):
+        return []
+    free = [row for beam, row in enumerate(group.rows) if beam not in used]
+    group.spare += free
+    return [row.sequence.seq_id for row in free]
+
+
+def _continue(group: Group, parents: list[int], tokens: list[int]) -> list[Fork]:
+    """Put every new beam into its row: the first continuation of a beam stays in that beam's, others take spare ones.
+
+    The text that goes on stays the same list, and grows: copies of all that is known would be most of the work.
+    """
+    before, rows, forks = group.rows, list[Scheduled](), list[Fork]()
+    size = len(before[parents[0]].sequence.tokens)
+    for parent, token in zip(parents, tokens, strict=True):
         row = before[parent]
-        if row.tokens is not text:
-            row = next(spare)
-            row.tokens = text
-            forks.append((before[parent].seq_id, row.seq_id))
+        sequence = row.sequence
+        text = sequence.tokens
+        if len(text) > size:
+            row = group.spare.pop()
+            forks.append((sequence.seq_id, row.sequence.seq_id))
+            sequence = row.sequence
+            sequence.tokens = text = text[:size]
+        text.append(token)
+        sequence.num_computed = size
         rows.append(row)
-    group.rows, group.spare = rows, list(spare)
+    group.rows = rows
     return forks
 
 

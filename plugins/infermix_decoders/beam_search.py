@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Literal
@@ -25,13 +26,11 @@ class BeamSearch:
     are finished, when no beam can do better than the worst of those (by its score at its length now; with "never", at
     the length that suits it best), or at `max_new_tokens`. These are the rules of transformers' `generate`.
 
-    `texts` are prompt and output of each beam, `length` is how many tokens of them are output. A text that goes on
-    stays the same list, and grows: copies of everything that is known would be most of the work.
+    `length` is how many tokens are output. The texts of the beams are kept by whoever asks.
     """
 
     def __init__(
         self,
-        prompt: Seq[int],
         num_beams: int,
         *,
         max_new_tokens: int,
@@ -43,58 +42,48 @@ class BeamSearch:
         self._penalty, self._early = length_penalty, early_stopping
         self._improvable = True
         self.num_candidates = max(2, 1 + len(stops)) * num_beams
-        self.texts: list[list[int]] = [list(prompt)]
         self.length = 0
         self.scores: list[float] = [0.0]
         self.finished: list[Hypothesis] = []
         self.done = False
 
-    def advance(self, scores: Seq[float], beams: Seq[int], tokens: Seq[int]) -> Seq[int]:
+    def advance(
+        self, scores: list[float], beams: list[int], tokens: list[int], output: Callable[[int], Seq[int]]
+    ) -> tuple[list[int], list[int]]:
         """Take the best continuations, in falling order of their scores: of beam `beams[i]` by `tokens[i]`.
 
-        `scores` are sums of log-probabilities. Returns for every new beam which of the old ones it continues.
+        `scores` are sums of log-probabilities, `output(i)` is what beam i has written so far. Returns for every new
+        beam which of the old ones it continues, and by which token.
         """
         self.length += 1
-        going = self._sort_out(scores, beams, tokens)
-        parents = [beams[place] for place in going]
+        full = len(self.finished) == self._num_beams
+        if not full and self.length < self._max and self._stops.isdisjoint(tokens[: self._num_beams]):
+            self.scores = scores[: self._num_beams]  # as in most steps, nothing ends
+            return beams[: self._num_beams], tokens[: self._num_beams]
+        going = self._sort_out(scores, beams, tokens, output)
         self.scores = [scores[place] for place in going]
         full = len(self.finished) == self._num_beams
         if full and going:
             best = self._normalised(self.scores[0], self._longest(self.length))
             self._improvable &= best > self.finished[-1].score
         self.done = not going or not self._improvable or (full and self._early is True)
-        if not self.done:
-            self._grow(parents, [tokens[place] for place in going])
-        return parents
+        return [beams[place] for place in going], [tokens[place] for place in going]
 
-    def _sort_out(self, scores: Seq[float], beams: Seq[int], tokens: Seq[int]) -> Seq[int]:
+    def _sort_out(
+        self, scores: Seq[float], beams: Seq[int], tokens: Seq[int], output: Callable[[int], Seq[int]]
+    ) -> Seq[int]:
         """Finish what ends; the places of those that become the beams come back."""
         best = range(min(self._num_beams, len(tokens)))
         last = self.length >= self._max
         if not last and self._stops.isdisjoint(tokens[: self._num_beams]):
             return best
         ends = [last or token in self._stops for token in tokens]
-        self._finish([(scores[place], beams[place], tokens[place]) for place in best if ends[place]])
+        self._finish([(scores[place], (*output(beams[place]), tokens[place])) for place in best if ends[place]])
         return [place for place, end in enumerate(ends) if not end][: self._num_beams]
 
-    def _grow(self, parents: Seq[int], tokens: Seq[int]) -> None:
-        """The first continuation of a beam goes on in place, further ones with copies of what was there before."""
-        size, texts = len(self.texts[0]), []
-        for parent, token in zip(parents, tokens, strict=True):
-            text = self.texts[parent]
-            if len(text) > size:
-                text = text[:size]
-            text.append(token)
-            texts.append(text)
-        self.texts = texts
-
-    def _finish(self, ended: Seq[tuple[float, int, int]]) -> None:
-        """(score, beam, token) of each."""
-        start = len(self.texts[0]) - self.length + 1
-        found = [
-            Hypothesis(self._normalised(score, self.length), (*self.texts[beam][start:], token))
-            for score, beam, token in ended
-        ]
+    def _finish(self, ended: Seq[tuple[float, tuple[int, ...]]]) -> None:
+        """Score and output of each."""
+        found = [Hypothesis(self._normalised(score, self.length), tokens) for score, tokens in ended]
         merged = sorted([*self.finished, *found], key=lambda each: -each.score)
         self.finished = merged[: self._num_beams]
 

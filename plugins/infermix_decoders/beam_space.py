@@ -51,17 +51,19 @@ class BeamSpace:
         self._prompts[seq_id] = num_prompt_tokens
         self._rows[seq_id] = (seq_id,)
 
-    def arrange(self, seq_id: int, rows: tuple[int, ...], forks: Seq[Fork], num_tokens: int) -> None:
+    def arrange(
+        self, seq_id: int, rows: tuple[int, ...], forks: list[Fork], num_tokens: int, gone: Seq[int] = ()
+    ) -> None:
         """From the next step on the sequence has `rows`, of which `forks` begin with `num_tokens` of their parents.
 
-        Rows that are gone, or that fork, give their KV back; forks are made when the next step reserves its room.
+        Rows that are `gone` give their KV back, also where they come again as forks; those are made when the next
+        step reserves its room.
         """
-        fresh = {child for _, child in forks}
-        for row in self._rows[seq_id]:
-            if row not in rows or row in fresh:
-                self._space.release(row)
+        for row in gone:
+            self._space.release(row)
         self._rows[seq_id], self._lengths[seq_id] = rows, num_tokens
-        self._forks[seq_id] = list(forks)
+        if forks:
+            self._forks[seq_id] = forks
 
     def take_row_copies(self, seq_id: int) -> list[tuple[int, int]]:
         """Block copies that forks of this sequence need before the next forward."""

@@ -15,6 +15,7 @@ from infermix.roles.kv_space import KVShape
 from infermix.roles.request import Request, SamplingParams
 from infermix.toolkit.masking import MaskedDecoder
 from infermix.toolkit.paged_space import PagedSpace
+from infermix_decoders.beam_search import BeamSearch
 from infermix_decoders.beam_space import BeamSpace
 
 Build = Callable[..., Any]
@@ -139,12 +140,23 @@ def test_beams_share_the_blocks_of_their_prompt(build_engine: Build) -> None:
     engine.submit(request("r", tuple(range(6, 26)), max_new_tokens=8, ignore_eos=True))
     for _ in range(2):
         engine.step()
-    rows = [row.seq_id for row in next(iter(engine._decoder._groups.values())).rows]
+    rows = [row.sequence.seq_id for row in next(iter(engine._decoder._groups.values())).rows]
     engine._space.reserve(rows[0], 22)  # forks are made when the next step reserves its room
     tables = [tuple(engine._space.block_table(row)) for row in rows]
     assert len(set(tables)) == 4
     assert len({table[:5] for table in tables}) == 1
     assert engine._space.usage().allocated_tokens == 20 + 4 * 4
+
+
+def test_where_nothing_ends_the_best_go_on() -> None:
+    """What most steps do is told apart from the rest; both have to agree, until an output ends."""
+    search = BeamSearch(2, max_new_tokens=4, stops=frozenset({9}))
+    outputs = [[1], [2]]
+    assert search.advance([-1.0, -2.0, -3.0], [1, 0, 0], [7, 8, 9], outputs.__getitem__) == ([1, 0], [7, 8])
+    assert (search.scores, search.finished, search.length) == ([-1.0, -2.0], [], 1)
+    assert search.advance([-1.5, -2.5, -3.5], [0, 1, 1], [9, 3, 9], outputs.__getitem__) == ([1], [3])
+    assert [(each.score, each.tokens) for each in search.finished] == [(-0.75, (1, 9))]
+    assert not search.done
 
 
 def test_minimum_length(build_engine: Build, reference: Any) -> None:

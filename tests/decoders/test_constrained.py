@@ -8,9 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from decoding import generate
-from infermix.errors import Unsupported, UserError
-from infermix.roles.request import Request, SamplingParams
+from infermix.errors import InfermixError, Unsupported, UserError
+from infermix.roles.request import Request, SamplingParams, Sequence
 from infermix.toolkit.masking import MaskedDecoder
 
 xgrammar = pytest.importorskip("xgrammar")
@@ -80,3 +81,35 @@ def constrained(constraint: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     from infermix_xgrammar.plugin import JsonConstraint, RegexConstraint
 
     return "constrained", {"constraint": msgspec.convert(constraint, JsonConstraint | RegexConstraint)}
+
+
+def test_all_rows_at_once_are_filled_like_each() -> None:
+    """Outputs in different places, one at its end, rows behind right and wrong drafts; what `bits` held is gone."""
+    wanted = [("", ""), ("ab", ""), ("ab", "c"), ("ab", "cx"), ("abcd01", ""), ("ab12", "\0"), ("cdcd", "1")]
+    sequences = {text: sequence_of(text, index) for index, text in enumerate(dict.fromkeys(t for t, _ in wanted))}
+    sequences["abcd01"].tokens.append(STOP)
+    rows = [(sequences[text], ids(drafts)) for text, drafts in wanted]
+    together, one_by_one = masks("regex"), masks("regex")
+    for _ in range(2):  # the second time matchers are there already
+        bits, expected = torch.full((len(rows), 3), 12345, dtype=torch.int32), torch.full((len(rows), 3), -1).int()
+        limited = [one_by_one.fill(sequence, own, expected, row) for row, (sequence, own) in enumerate(rows)]
+        assert together.fill_all([seq for seq, _ in rows], [own for _, own in rows], bits) == any(limited)
+        assert torch.equal(bits, expected)
+        assert [bool((row == -1).all()) for row in bits] == [not each for each in limited]
+        sequences["ab"].tokens += ids("ab")
+    assert not together.fill_all([sequences["abcd01"]], [()], torch.zeros(1, 3, dtype=torch.int32))
+
+
+def test_a_token_that_breaks_the_constraint() -> None:
+    right, wrong = sequence_of("ab", 0), sequence_of("ax", 1)
+    with pytest.raises(InfermixError, match="request '1' breaks the constraint"):
+        masks("regex").fill_all([right, wrong], [(), ()], torch.zeros(2, 3, dtype=torch.int32))
+
+
+def ids(text: str) -> tuple[int, ...]:
+    return tuple(STOP if letter == "\0" else VOCABULARY.index(letter) for letter in text)
+
+
+def sequence_of(output: str, seq_id: int) -> Sequence:
+    request = Request(request_id=str(seq_id), prompt_ids=(7, 9), sampling=SamplingParams())
+    return Sequence(seq_id, request, [7, 9, *ids(output)], 2)

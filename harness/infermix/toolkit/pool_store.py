@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
@@ -134,8 +135,9 @@ def copy_blocks(stacks: Sequence[Tensor], pairs: Sequence[tuple[int, int]]) -> N
         return
     read, write = _indices(*zip(*pairs, strict=True), device=stacks[0].device)
     for stack in stacks:
-        per_layer = max(1, stack[0, 0].numel() * stack.element_size() * len(pairs))
-        for layers in stack.split(max(1, _MOST_COPIED_BYTES // per_layer)):
+        per_layer = max(1, prod(stack.shape[2:]) * stack.element_size() * len(pairs))
+        at_once = max(1, _MOST_COPIED_BYTES // per_layer)
+        for layers in stack.split(at_once) if at_once < len(stack) else (stack,):
             layers[:, write] = layers[:, read]
 
 
