@@ -65,15 +65,23 @@ class Window:
     columns: Columns
 
 
-def add_branch(tokens: list[int], parents: list[int], branch: tuple[int, ...]) -> None:
-    """Hang a branch on the text; guesses that begin alike share their nodes."""
-    node, depth = -1, 0
-    while depth < len(branch) and (known := last_child(tokens, parents, node, branch[depth])) >= 0:
-        node, depth = known, depth + 1
-    if depth < len(branch):
-        first = len(tokens)
-        tokens += branch[depth:]
-        parents += (node, *range(first, len(tokens) - 1))
+def add_branches(tokens: list[int], parents: list[int], branches: Seq[tuple[int, ...]]) -> None:
+    """Hang branches on the text, which has one guess behind it; guesses that begin alike share their nodes."""
+    heads = {tokens[0]: 0}
+    for branch in branches:
+        node, depth, first = heads.get(branch[0], -1), 1, len(tokens)
+        if node < 0:
+            heads[branch[0]] = first
+            tokens += branch
+            parents.append(-1)
+            parents += range(first, len(tokens) - 1)
+            continue
+        while depth < len(branch) and (known := last_child(tokens, parents, node, branch[depth])) >= 0:
+            node, depth = known, depth + 1
+        if depth < len(branch):
+            tokens += branch[depth:]
+            parents.append(node)
+            parents += range(first, len(tokens) - 1)
 
 
 class LookaheadDrafter:
@@ -110,8 +118,7 @@ class LookaheadDrafter:
         if not guesses:
             return DraftTree(columns.pick(flat), columns.parents)
         tokens, parents = list(columns.pick(flat)), list(columns.parents)
-        for guess in guesses:
-            add_branch(tokens, parents, guess[:depth])
+        add_branches(tokens, parents, guesses if depth >= self._levels else [guess[:depth] for guess in guesses])
         return DraftTree(tuple(tokens), tuple(parents))
 
     def _begin(self, sequence: Sequence) -> Window:

@@ -13,7 +13,7 @@ from infermix.roles.decoder import Forward
 from infermix.roles.request import Request, SamplingParams, Sequence
 from infermix.roles.scheduler import Scheduled
 from infermix.toolkit.tree_verification import DraftTree, Verified, equal_draws
-from infermix_decoders.lookahead import LookaheadDrafter
+from infermix_decoders.lookahead import LookaheadDrafter, add_branches
 from infermix_decoders.ngram_pool import NgramPool, text_ngrams
 from infermix_decoders.options import LookaheadOptions
 
@@ -98,6 +98,22 @@ def test_depth_and_guesses_are_bounded() -> None:
         assert max(tree.depths()) <= 2
         assert len(tree.tokens) <= run.drafter.num_nodes
         assert len(tokens) <= 3
+
+
+def test_guesses_share_how_they_begin() -> None:
+    """With each other and with the window, whose nodes stay as they are; no two nodes behind one are alike."""
+    rng = random.Random(3)
+    for _ in range(300):
+        tokens, parents = [rng.randrange(3) for _ in range(4)], [-1, 0, 0, 1]
+        tokens[2] = (tokens[1] + 1) % 3
+        window, guesses = list(tokens), [tuple(rng.randrange(3) for _ in range(3)) for _ in range(4)]
+        add_branches(tokens, parents, guesses)
+        assert (tokens[:4], parents[:4]) == (window, [-1, 0, 0, 1])
+        assert len(set(zip(parents, tokens, strict=True))) == len(tokens)
+        tree = DraftTree(tuple(tokens), tuple(parents))
+        branches = {tree.branch(node) for node in range(len(tokens))}
+        begun = {guess[:depth] for guess in guesses for depth in (1, 2, 3)}
+        assert branches == begun | {DraftTree(tuple(window), (-1, 0, 0, 1)).branch(node) for node in range(4)}
 
 
 def test_the_pool_forgets_the_oldest() -> None:
