@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -126,7 +127,8 @@ class BeamDecoder:
         )
         first = -1 - sequence.seq_id * options.num_beams
         ids = (sequence.seq_id, *(first - index for index in range(1, options.num_beams)))
-        num_prompt, text = sequence.num_prompt_tokens, list(sequence.tokens)
+        # An array: where texts fork, a copy of a list would touch every number of it.
+        num_prompt, text = sequence.num_prompt_tokens, cast("list[int]", array("q", sequence.tokens))
         rows = [
             Scheduled(Sequence(seq_id, sequence.request, text, num_prompt, lane=sequence.lane), 1) for seq_id in ids
         ]

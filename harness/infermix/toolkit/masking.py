@@ -95,8 +95,9 @@ class MaskingSampler:
         request, made = sequence.request, len(sequence.tokens) - sequence.num_prompt_tokens
         if made >= request.sampling.min_new_tokens:
             return
-        allowed = (~forbidden(bits, size)[0]).nonzero().flatten().tolist()
-        if stop_tokens(request.sampling, getattr(self.sampler, "eos_token_ids", ())).issuperset(allowed):
+        stops = stop_tokens(request.sampling, getattr(self.sampler, "eos_token_ids", ()))
+        allowed = ~forbidden(bits, size)[0]
+        if int(allowed.sum()) <= len(stops) and stops.issuperset(allowed.nonzero().flatten().tolist()):
             raise UserError(
                 f"request {request.request_id!r} has to have {request.sampling.min_new_tokens} tokens at least, but "
                 f"what constrains it ends behind {made}",
