@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from infermix_xgrammar.plugin import ConstrainedOptions
+
+
+#: Of those that fill masks: rows take microseconds, and a thread takes some to wake.
+_MOST_THREADS = 8
 
 
 def build_constrained(options: ConstrainedOptions, context: DecoderContext) -> MaskedDecoder:
@@ -64,15 +69,15 @@ class GrammarMasks:
         info = compiled.tokenizer_info
         self._stops, self._num_words = frozenset(info.stop_token_ids), -(-info.vocab_size // 32)
         self._states: dict[int, _State] = {}
-        self._together = xgrammar.BatchGrammarMatcher()
+        self._together = xgrammar.BatchGrammarMatcher(max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // 2)))
 
     def fill(self, sequence: Sequence, drafts: tuple[int, ...], bits: Tensor, row: int) -> bool:
-        (state,) = self._follow([sequence])
+        state = self._follow(sequence)
         return not state.ended and self._fill_behind(state.matcher, drafts, bits, row)
 
     def fill_all(self, sequences: Seq[Sequence], drafts: Seq[tuple[int, ...]], bits: Tensor) -> bool:
         """Rows without drafts are filled in one call, by several threads."""
-        states = self._follow(sequences)
+        states = [self._follow(sequence) for sequence in sequences]
         if bits.shape[1] > self._num_words:  # logits of more tokens than there are
             bits.fill_(-1)
         plain = [row for row, state in enumerate(states) if not (drafts[row] or state.ended)]
@@ -80,10 +85,11 @@ class GrammarMasks:
         limited = bool(plain)
         if len(plain) == len(states):
             return limited
-        for row, state in enumerate(states):
-            if drafts[row] or state.ended:
-                bits[row] = -1
-                limited |= not state.ended and self._fill_behind(state.matcher, drafts[row], bits, row)
+        others = [row for row, state in enumerate(states) if drafts[row] or state.ended]
+        bits.numpy()[others] = -1
+        for row in others:
+            state = states[row]
+            limited |= not state.ended and self._fill_behind(state.matcher, drafts[row], bits, row)
         return limited
 
     def forget(self, sequence: Sequence) -> None:
@@ -108,40 +114,20 @@ class GrammarMasks:
             matcher.rollback(accepted)
         return bool(limited)
 
-    def _follow(self, sequences: Seq[Sequence]) -> list[_State]:
-        """The states of `sequences`, behind all of their tokens. Most have one that is new, taken in one call."""
-        states: list[_State] = []
-        behind: dict[int, tuple[Sequence, _State]] = {}
-        for sequence in sequences:
-            state = self._states.get(sequence.seq_id)
-            if state is None:
-                state = self._states[sequence.seq_id] = _State(xgrammar.GrammarMatcher(self._compiled))
-            states.append(state)
-            if _is_behind(sequence, state):
-                behind[sequence.seq_id] = (sequence, state)
-        lagging = list(behind.values())
-        while lagging:
-            self._accept([each for each in lagging if not each[1].ended])
-            for _, state in lagging:
-                state.num_seen += 1
-            lagging = [each for each in lagging if _is_behind(*each)]
-        return states
-
-    def _accept(self, lagging: Seq[tuple[Sequence, _State]]) -> None:
-        """The next token of each."""
-        if not lagging:
-            return
-        tokens = [sequence.tokens[sequence.num_prompt_tokens + state.num_seen] for sequence, state in lagging]
-        found = xgrammar.BatchGrammarMatcher.batch_accept_token([state.matcher for _, state in lagging], tokens)
-        for (sequence, state), token, accepted in zip(lagging, tokens, found, strict=True):
-            if not accepted:
+    def _follow(self, sequence: Sequence) -> _State:
+        """The state of a sequence, behind all of its tokens."""
+        state = self._states.get(sequence.seq_id)
+        if state is None:
+            state = self._states[sequence.seq_id] = _State(xgrammar.GrammarMatcher(self._compiled))
+        seen = sequence.num_prompt_tokens + state.num_seen
+        if seen == len(sequence.tokens):
+            return state
+        for token in sequence.tokens[seen:]:
+            if not state.ended and not state.matcher.accept_token(token):
                 raise _broken(sequence, token)
-            state.ended = token in self._stops
-
-
-def _is_behind(sequence: Sequence, state: _State) -> bool:
-    """Whether the sequence has tokens that its matcher has not seen."""
-    return sequence.num_prompt_tokens + state.num_seen < len(sequence.tokens)
+            state.ended |= token in self._stops
+        state.num_seen = len(sequence.tokens) - sequence.num_prompt_tokens
+        return state
 
 
 def _broken(sequence: Sequence, token: int) -> InfermixError:
