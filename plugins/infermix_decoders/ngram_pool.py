@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from itertools import chain
 
@@ -59,7 +59,9 @@ class NgramPool:
             self.add((token, *each) for each in reversed(continuations))
 
 
-def text_ngrams(tokens: Seq[int], start: int, length: int) -> Iterator[tuple[int, ...]]:
-    """Every n-gram of `length` + 1 tokens that ends at `start` or behind it."""
-    new = tokens[max(start - length, 0) :]
-    return zip(*(new[ahead:] for ahead in range(length + 1)), strict=False)
+def text_ngrams(tokens: Seq[int], start: int, length: int) -> Seq[tuple[int, ...]]:
+    """Every n-gram of `length` + 1 tokens that ends at `start` or behind it; a step most often adds one."""
+    new = tuple(tokens[start - length if start > length else 0 :])
+    if len(new) == length + 1:
+        return (new,)
+    return [new[first : first + length + 1] for first in range(len(new) - length)]
