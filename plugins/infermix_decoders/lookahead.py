@@ -32,7 +32,7 @@ class Columns:
     """
 
     parents: tuple[int, ...]
-    pick: Callable[[Seq[int]], tuple[int, ...]]
+    pick: Callable[[tuple[int, ...]], tuple[int, ...]]
     behind: slice
 
     @staticmethod
@@ -49,7 +49,7 @@ class Columns:
         first = 1 if num_levels == 1 else line + num_levels - 1  # row i is behind node i - 1
         # Of a single place an `itemgetter` makes no tuple; that place is the first.
         pick = itemgetter(*places) if len(places) > 1 else itemgetter(slice(len(places)))
-        return Columns(tuple(parents), lambda flat: tuple(pick(flat)), slice(first, first + num_whole * step, step))
+        return Columns(tuple(parents), pick, slice(first, first + num_whole * step, step))
 
 
 @dataclass(slots=True)
@@ -66,20 +66,27 @@ class Window:
 
 
 def add_branches(tokens: list[int], parents: list[int], branches: Seq[tuple[int, ...]]) -> None:
-    """Hang branches on the text, which has one guess behind it; guesses that begin alike share their nodes."""
-    heads = {tokens[0]: 0}
+    """Hang branches on the text, which has one guess behind it; guesses that begin alike share their nodes.
+
+    Behind a node that a branch brought comes the next one of that branch, or one that `forks` knows.
+    """
+    size, forks = len(tokens), {(-1, tokens[0]): 0}
     for branch in branches:
-        node, depth, first = heads.get(branch[0], -1), 1, len(tokens)
-        if node < 0:
-            heads[branch[0]] = first
-            tokens += branch
-            parents.append(-1)
-            parents += range(first, len(tokens) - 1)
-            continue
-        while depth < len(branch) and (known := last_child(tokens, parents, node, branch[depth])) >= 0:
-            node, depth = known, depth + 1
+        node, depth, first = -1, 0, len(tokens)
+        for token in branch:
+            following = node + 1
+            if size <= node and following < first and tokens[following] == token and parents[following] == node:
+                node = following
+            elif (fork := forks.get((node, token), -1)) >= 0 or (
+                0 <= node < size and (fork := last_child(tokens, parents, node, token)) >= 0
+            ):
+                node = fork
+            else:
+                break
+            depth += 1
         if depth < len(branch):
-            tokens += branch[depth:]
+            forks[node, branch[depth]] = first
+            tokens += branch[depth:] if depth else branch
             parents.append(node)
             parents += range(first, len(tokens) - 1)
 
@@ -113,7 +120,7 @@ class LookaheadDrafter:
         if window is None:
             window = self._windows[sequence.seq_id] = self._begin(sequence)
         columns = window.columns = self._columns[min(depth, len(self._columns) - 1)]
-        flat = list(chain.from_iterable(window.levels))
+        flat = tuple(chain.from_iterable(window.levels))
         guesses = window.pool.after(sequence.tokens[-1])
         if not guesses:
             return DraftTree(columns.pick(flat), columns.parents)
@@ -138,12 +145,12 @@ class LookaheadDrafter:
         newest = list(draws[window.columns.behind])
         text = [*known[-self._levels :], *verified.token_ids]
         found = text_ngrams(text, len(text) - len(verified.token_ids), self._levels)
-        window.pool.add(chain(zip(*levels, newest, strict=False), found))
+        window.pool.add([*zip(*levels, newest, strict=False), *found])
         if len(newest) < self._width:
             newest += self._any(window, verified, self._width - len(newest))
         window.levels, window.columns = [*levels[1:], newest], self._columns[0]
-        passed = min(len(verified.token_ids) - 1, self._width)
-        if passed:
+        if len(verified.token_ids) > 1:
+            passed = min(len(verified.token_ids) - 1, self._width)
             for level in window.levels:
                 del level[:passed]
                 level += self._any(window, verified, passed)
