@@ -38,17 +38,19 @@ class NgramPool:
 
     def after(self, token: int) -> Seq[tuple[int, ...]]:
         index, found, kept = self._latest.get(token, -1), dict[tuple[int, ...], None](), -1
-        while index >= 0 and len(found) < self._most:
-            start = index * (self.length + 1) + 1
-            ngram = tuple(self._tokens[start : start + self.length])
+        tokens, before, length, left = self._tokens, self._before, self.length, self._most
+        while index >= 0 and left:
+            start = index * (length + 1) + 1
+            ngram = tuple(tokens[start : start + length])
             if ngram not in found:
                 found[ngram] = None
+                left -= 1
                 if kept >= 0:
-                    self._before[kept] = index
+                    before[kept] = index
                 kept = index
-            index = self._before[index]
+            index = before[index]
         if kept >= 0:
-            self._before[kept] = -1
+            before[kept] = -1
         return tuple(found)
 
     def _tidy(self) -> None:
