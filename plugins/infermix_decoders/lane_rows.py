@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from itertools import chain
 
@@ -26,12 +27,24 @@ class LaneRows:
 
     def put(self, sequences: Seq[Sequence], lanes: Tensor, rows: Tensor) -> None:
         """`rows [n, width]` of `sequences`, whose lanes `[n]` are on the device already."""
-        self._known.update(sequence.seq_id for sequence in sequences)
+        self.note(sequences)
+        self.write(lanes, rows)
+
+    def note(self, sequences: Iterable[Sequence]) -> None:
+        """These are known from now on: their rows are written."""
+        self._known.update([sequence.seq_id for sequence in sequences])
+
+    def write(self, lanes: Tensor, rows: Tensor) -> None:
+        """`rows [n, width]` of lanes `[n]`, whoever they belong to."""
         self._rows.index_copy_(0, lanes, rows.to(self._rows.dtype))
 
     def take(self, lanes: Tensor) -> Tensor:
         """`[n, width]` of sequences that are known."""
         return self._rows.index_select(0, lanes)
+
+    def like(self, num_rows: int) -> Tensor:
+        """`[num_rows, width]` zeros beside them, of the same kind."""
+        return self._rows.new_zeros(num_rows, self._rows.shape[1])
 
     def forget(self, sequence: Sequence) -> None:
         self._known.discard(sequence.seq_id)
@@ -43,8 +56,10 @@ def to_device(values: Seq[int], device: torch.device) -> Tensor:
 
 
 def on_host(values: Seq[int], device: torch.device) -> Tensor:
-    """int64, ready to be copied to the device without waiting."""
-    return torch.tensor(values, dtype=torch.int64, pin_memory=device.type == "cuda")
+    """int64, ready to be copied to the device without waiting. NumPy reads a list three times as fast as PyTorch."""
+    made = torch.empty(len(values), dtype=torch.int64, pin_memory=device.type == "cuda")
+    made.numpy()[:] = values
+    return made
 
 
 def lanes_of(sequences: Seq[Sequence]) -> list[int]:

@@ -11,7 +11,7 @@ import torch
 from infermix.roles.decoder import Emission, Forward, Runner, Sampler, Want
 from infermix.roles.request import Sequence
 from infermix.roles.scheduler import Plan, Scheduled
-from infermix.toolkit.sampling import draw, uniform
+from infermix.toolkit.sampling import draw, uniforms
 from infermix.toolkit.verification import (
     AcceptanceCounters,
     Drafted,
@@ -24,7 +24,7 @@ from infermix.toolkit.verification import (
     with_drafts,
 )
 
-from infermix_decoders.lane_rows import to_device
+from infermix_decoders.lane_rows import lists_to_device
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,7 +41,7 @@ class Proposal:
     first ones, all second ones, and so on, in the order of `tokens`.
     """
 
-    tokens: dict[int, list[int]] = field(default_factory=dict)
+    tokens: dict[int, tuple[int, ...]] = field(default_factory=dict)
     q: Tensor | None = None
 
 
@@ -77,8 +77,8 @@ class DraftModel:
             for shadow in shadows:
                 shadow.num_computed = len(shadow.tokens) + step
                 shadow.num_inflight = step + 1
-        tokens = torch.stack(columns, dim=1).tolist()
-        owners = (shadow.seq_id for shadow in forward.sequences)
+        tokens = zip(*torch.stack(columns).tolist(), strict=True)
+        owners = [shadow.seq_id for shadow in forward.sequences]
         return Proposal(dict(zip(owners, tokens, strict=True)), None if greedy else torch.cat(distributions))
 
     def keep(self, sequence: Sequence, num_tokens: int) -> None:
@@ -111,7 +111,7 @@ class DraftModel:
         if greedy:
             return sampler.sample(forward), None
         q = sampler.probabilities(forward, [()] * len(forward.sequences))
-        ids = draw(q, _noise([(seq, seq.num_tokens) for seq in forward.sequences], DRAFT_STREAM, q.device))
+        ids = draw(q, _noise([(seq, seq.num_tokens) for seq in forward.sequences], (DRAFT_STREAM,), q.device)[0])
         sampler.next_ids.index_copy_(0, forward.lanes, ids)
         return ids, q
 
@@ -148,9 +148,11 @@ class SpeculativeDecoder:
     def launch(self, plan: Plan, runner: Runner, sampler: Sampler) -> Ticket:
         count = self._length.current
         greedy = all(entry.sequence.request.sampling.temperature == 0 for entry in plan.entries)
+        # Drafts worth having; prompts get none, their first token comes from the target.
+        limits = [self._limit(entry, count) for entry in plan.entries]
         with self._counters.drafting():
-            proposal = self._propose(plan, count, greedy or not self._rejects)
-        rows = self._rows(plan, proposal, count, runner)
+            proposal = self._propose(plan, limits, count, greedy or not self._rejects)
+        rows = self._rows(plan, proposal, limits, count, runner)
         forward = runner.forward(Plan([row.entry for row in rows]), Want(draft_logits=True))
         self._counters.target_forwards += 1
         emitting = in_forward_order(rows, forward)
@@ -179,26 +181,24 @@ class SpeculativeDecoder:
     def forget(self, sequence: Sequence) -> None:
         self._draft.forget(sequence)
 
-    def _propose(self, plan: Plan, count: int, coupled: bool) -> Proposal:
-        ready = [entry.sequence for entry in plan.entries if self._limit(entry, count)]
+    def _propose(self, plan: Plan, limits: Seq[int], count: int, coupled: bool) -> Proposal:
+        ready = [entry.sequence for entry, limit in zip(plan.entries, limits, strict=True) if limit]
         proposal = self._draft.propose(ready, count, greedy=coupled) if ready else Proposal()
         self._draft_forwards += count if proposal.tokens else 0
         return proposal
 
     def _limit(self, entry: Scheduled, count: int) -> int:
-        """Drafts worth having; prompts get none, their first token comes from the target."""
         if entry.num_new_tokens != 1 or not completes(entry):
             return 0
         return room_for_drafts(entry.sequence, count, self._max_model_len)
 
-    def _rows(self, plan: Plan, proposal: Proposal, count: int, runner: Runner) -> list[Drafted]:
+    def _rows(self, plan: Plan, proposal: Proposal, limits: Seq[int], count: int, runner: Runner) -> list[Drafted]:
         filled_to = count if self._uniform and proposal.tokens and self._all_fit(plan, count) else 0
-        rows = []
-        for entry in plan.entries:
-            drafts = proposal.tokens.get(entry.sequence.seq_id)
-            kept = drafts[: self._limit(entry, count)] if drafts else ()
-            rows.append(with_drafts(entry, kept, runner, filled_to))
-        return rows
+        tokens = proposal.tokens
+        return [
+            with_drafts(entry, tokens.get(entry.sequence.seq_id, ())[:limit], runner, filled_to)
+            for entry, limit in zip(plan.entries, limits, strict=True)
+        ]
 
     def _all_fit(self, plan: Plan, count: int) -> bool:
         return all(
@@ -230,10 +230,11 @@ def rejection_draws(
     keys = list(zip(forward.sequences, forward.positions, strict=True))
     own = tokens[:, None]
     ratio = p.gather(1, own).squeeze(1), q.gather(1, own).squeeze(1)
-    stays = _noise(keys, ACCEPT_STREAM, p.device).squeeze(1) * ratio[1] < ratio[0]
+    coins, noise = _noise(keys, (ACCEPT_STREAM, 0), p.device)
+    stays = coins.squeeze(1) * ratio[1] < ratio[0]
     left = residual(p, q)
     empty = left.sum(-1, keepdim=True) <= 0  # p equals q: the draft stays, its replacement is never used
-    return draw(torch.where(empty, p, left), _noise(keys, 0, p.device)), stays
+    return draw(torch.where(empty, p, left), noise), stays
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
@@ -252,15 +253,20 @@ def _draft_rows(rows: Seq[Drafted], proposal: Proposal, p: Tensor) -> tuple[Tens
         sources += (places[row.entry.sequence.seq_id] + index * len(places) for index in range(row.num_real))
         tokens += [*row.drafts, 0]
     q = torch.zeros_like(p)
+    own, into, out_of = lists_to_device(p.device, tokens, targets, sources)
     if proposal.q is not None:
-        q.index_copy_(0, to_device(targets, p.device), proposal.q.index_select(0, to_device(sources, p.device)))
-    return to_device(tokens, p.device), q
+        q.index_copy_(0, into, proposal.q.index_select(0, out_of))
+    return own, q
 
 
-def _noise(keys: Seq[tuple[Sequence, int]], stream: int, device: torch.device) -> Tensor:
-    """`[R, 1]` in (0, 1), fp64, from each request's seed and position."""
-    numbers = [[uniform(seq.request.sampling.seed, position, stream)] for seq, position in keys]
-    return torch.tensor(numbers, dtype=torch.float64).to(device, non_blocking=True)
+def _noise(keys: Seq[tuple[Sequence, int]], streams: Seq[int], device: torch.device) -> Tensor:
+    """`[len(streams), R, 1]` in (0, 1), fp64, from each request's seed and position."""
+    seeds = [sequence.request.sampling.seed for sequence, _ in keys]
+    positions = [position for _, position in keys]
+    made = torch.empty(len(streams), len(keys), 1, dtype=torch.float64, pin_memory=device.type == "cuda")
+    for row, stream in zip(made.numpy(), streams, strict=True):
+        row[:, 0] = uniforms(seeds, positions, stream)
+    return made.to(device, non_blocking=True)
 
 
 def _leading(flags: Seq[bool]) -> int:

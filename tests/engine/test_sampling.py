@@ -15,6 +15,7 @@ from infermix.toolkit.sampling import (
     filter_probabilities,
     penalise_repetition,
     uniform,
+    uniforms,
 )
 from infermix.toolkit.selection import Filters
 
@@ -48,6 +49,15 @@ def test_uniform_is_flat_and_uncorrelated_between_positions() -> None:
 
 def test_uniform_differs_between_seeds() -> None:
     assert len({uniform(seed, 3) for seed in range(1000)}) == 1000
+
+
+@pytest.mark.parametrize("stream", [0, 1, 1 << 40])
+def test_many_at_once_are_those_of_one_at_a_time(stream: int) -> None:
+    seeds = [0, 1, -1, -(1 << 63), (1 << 64) + 3, *range(10_000, 10_040)]
+    positions = [131_072 * index // 45 for index in range(45)]
+    made = uniforms(seeds, positions, stream).tolist()
+    assert made == [uniform(seed, position, stream) for seed, position in zip(seeds, positions, strict=True)]
+    assert len(set(made)) == 45
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.6])

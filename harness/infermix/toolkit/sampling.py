@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -38,6 +39,19 @@ def uniform(seed: int, position: int, stream: int = 0) -> float:
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
         state ^= state >> 31
     return ((state >> 32) + 0.5) / 2.0**32
+
+
+def uniforms(seeds: Seq[int], positions: Seq[int], stream: int = 0) -> np.ndarray:
+    """`uniform` of each pair, `[n]` float64: unsigned 64-bit products and sums wrap around by themselves."""
+    state = np.array([seed & _MASK for seed in seeds], np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    state ^= (np.array(positions, np.uint64) + np.uint64(1)) * np.uint64(0xD1342543DE82EF95)
+    state ^= np.uint64((stream * 0xA0761D6478BD642F) & _MASK)
+    for _ in range(2):
+        state += np.uint64(0x9E3779B97F4A7C15)
+        state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        state ^= state >> np.uint64(31)
+    return ((state >> np.uint64(32)) + 0.5) / 2.0**32
 
 
 def penalise_repetition(logits: Tensor, seen: Tensor, penalty: Tensor) -> Tensor:
