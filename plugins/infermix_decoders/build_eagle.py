@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +13,9 @@ from infermix.toolkit.tree_verification import TreeDecoder
 from torch import Tensor, nn
 
 from infermix_decoders.build_medusa import output_weight
-from infermix_decoders.eagle import FEW, EagleDrafter
+from infermix_decoders.eagle import EagleDrafter
 from infermix_decoders.eagle_cache import EagleCache
+from infermix_decoders.eagle_extension import FEW, Extension, PaddedExtensions, PlainExtensions
 from infermix_decoders.eagle_layer import EagleDraft, EagleShape
 from infermix_decoders.eagle_round import GuessingRound, room_for_guesses
 from infermix_decoders.eagle_rounds import PaddedRounds, PlainRounds, Rounds, RoundShapes
@@ -41,14 +43,14 @@ def build_eagle(options: EagleOptions, context: DecoderContext) -> TreeDecoder:
     beam, num_nodes = min(options.beam, output.shape[0]), _num_nodes(options, output.shape[0])
     capacity = context.max_model_len + max(room_for_guesses(beam, options.depth), FEW)
     draft.tabulate(context.max_model_len + max(options.depth, FEW))
-    cache = EagleCache(context.max_num_seqs, capacity, shape.num_kv_heads, shape.head_dim, output)
-    latest = LaneRows(context.max_num_seqs, shape.width, output.device, output.dtype)
+    cache = EagleCache(context.max_num_seqs, capacity, shape.num_kv_heads, shape.head_dim, output, spare=FEW)
+    latest = LaneRows(context.max_num_seqs + 1, shape.width, output.device, output.dtype)
     guess = GuessingRound(
         draft, embed, context.model.get_output_embeddings(), cache, latest,
         beam=beam, depth=options.depth, num_nodes=num_nodes,
     )  # fmt: skip
-    rounds, told = _rounds(guess, capacity, context, output.device)
-    drafter = EagleDrafter(draft, embed, cache, latest, rounds, depth=options.depth, num_nodes=num_nodes)
+    work, told = _device_work(guess, Extension(draft, embed, cache, latest), options.depth, capacity, context)
+    drafter = EagleDrafter(cache, latest, *work, depth=options.depth, num_nodes=num_nodes)
     decoder = TreeDecoder(
         drafter, options.depth, context.max_model_len,
         uniform=context.device.startswith("cuda"), clock_ns=context.clock_ns,
@@ -62,22 +64,26 @@ def build_eagle(options: EagleOptions, context: DecoderContext) -> TreeDecoder:
     return decoder
 
 
-def _rounds(
-    guess: GuessingRound, capacity: int, context: DecoderContext, device: torch.device
-) -> tuple[Rounds, dict[str, Any]]:
-    """Rounds that are replayed where the engine captures them, and what was captured, or the reason, for the record.
+def _device_work(
+    guess: GuessingRound, extension: Extension, depth: int, capacity: int, context: DecoderContext
+) -> tuple[tuple[Rounds, PlainExtensions | PaddedExtensions, PlainExtensions], dict[str, Any]]:
+    """Rounds and passes over new pairs that are replayed where the engine captures them, passes over prompts, and
+    what was captured, or the reason, for the record.
 
-    All graphs are captured here: a step that is measured must not wait for one.
+    All graphs are captured here: a step that is measured must not wait for one. A step of drafts brings at most as
+    many pairs as a branch is long, and one more.
     """
-    padded = PaddedRounds(guess, RoundShapes.up_to(context.max_num_seqs, capacity), device)
+    plain, device = PlainExtensions(extension), extension.device
+    shapes = RoundShapes.up_to(context.max_num_seqs, capacity)
+    padded = PaddedExtensions(extension, shapes, min(FEW, depth + 1))
+    rounds = PaddedRounds(guess, shapes, device)
     try:
-        for done in padded.capture_all(context.capture):
+        for done in chain(rounds.capture_all(context.capture), padded.capture_all(context.capture)):
             context.progress("capture drafter", done)
     except Unsupported as refusal:
-        return PlainRounds(guess, device), {"captured": 0, "reason": str(refusal)}
-    shapes = padded.shapes
+        return (PlainRounds(guess, device), plain, plain), {"captured": 0, "reason": str(refusal)}
     told = {"batches": list(shapes.batches), "reaches": list(shapes.reaches)}
-    return padded, {"captured": len(shapes.batches) * len(shapes.reaches), **told}
+    return (rounds, padded, plain), {"captured": 2 * len(shapes.batches) * len(shapes.reaches), **told}
 
 
 def _num_nodes(options: EagleOptions, vocab_size: int) -> int:

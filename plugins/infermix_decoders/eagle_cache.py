@@ -15,11 +15,18 @@ class EagleCache:
     """`keys`, `values` `[max_num_seqs, capacity, Hkv, D]`. What pads a batch lies behind what a row has seen.
 
     What lies at index i of a row need not be of position i: after a prefix hit the layer has not seen the beginning.
+    Behind the last row there are `spare` more places, which may be written to as if they were the next row's: what
+    pads a batch of fixed size goes there.
     """
 
-    def __init__(self, max_num_seqs: int, capacity: int, num_kv_heads: int, head_dim: int, like: Tensor) -> None:
-        size = (max_num_seqs, capacity, num_kv_heads, head_dim)
-        self.keys, self.values = like.new_zeros(size), like.new_zeros(size)
+    def __init__(
+        self, max_num_seqs: int, capacity: int, num_kv_heads: int, head_dim: int, like: Tensor, *, spare: int = 0
+    ) -> None:
+        places, size = max_num_seqs * capacity, (num_kv_heads, head_dim)
+        self.max_num_seqs = max_num_seqs
+        #: Keys and values `[max_num_seqs * capacity + spare, Hkv, D]`, all rows in one.
+        self.pools = like.new_zeros(places + spare, *size), like.new_zeros(places + spare, *size)
+        self.keys, self.values = (pool[:places].view(max_num_seqs, capacity, *size) for pool in self.pools)
         self._counts: dict[int, int] = {}
 
     @property
@@ -29,14 +36,17 @@ class EagleCache:
 
     @property
     def bytes(self) -> int:
-        return 2 * self.keys.numel() * self.keys.element_size()
+        return sum(pool.numel() * pool.element_size() for pool in self.pools)
 
     def count(self, sequence: Sequence) -> int:
         """Pairs of feature and token that the layer has seen of a text."""
         return self._counts.get(sequence.seq_id, 0)
 
-    def grow(self, sequence: Sequence, count: int) -> None:
-        self._counts[sequence.seq_id] = self.count(sequence) + count
+    def grow(self, sequence: Sequence, count: int) -> int:
+        """Of a text the layer is shown so many more pairs; how many it has seen before."""
+        before = self._counts.get(sequence.seq_id, 0)
+        self._counts[sequence.seq_id] = before + count
+        return before
 
     def forget(self, sequence: Sequence) -> None:
         self._counts.pop(sequence.seq_id, None)
@@ -65,8 +75,8 @@ class Attention:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """`q [B, n, H, D]`, `k`, `v [B, n, Hkv, D]` -> `[B, n, H, D]`."""
         cache = self._cache
-        for pool, new in ((cache.keys, k), (cache.values, v)):
-            pool.flatten(0, 1).index_copy_(0, self._slots, new.flatten(0, 1).to(pool.dtype))
+        for pool, new in zip(cache.pools, (k, v), strict=True):
+            pool.index_copy_(0, self._slots, new.flatten(0, 1).to(pool.dtype))
         keys, values = cache.copies(self._lanes, self._visible.shape[2])
         return masked_attention(q, keys, values, self._visible)
 

@@ -5,19 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from functools import partial
-from itertools import chain, product
-from typing import Any
+from itertools import product
 
 import torch
-from infermix.roles.decoder import Captured
 from torch import Tensor
 
 from infermix_decoders.eagle_round import GuessingRound
 from infermix_decoders.lane_rows import lists_to_device, on_host
+from infermix_decoders.replayed import MOST_GRAPHS, Replayed, holding, powers, thinned
 
-#: Graphs of one drafter, at most: each takes a tenth of a second or so to capture.
-MOST_GRAPHS = 12
 #: Fewer places than this are not worth a shape of their own.
 LEAST_REACH = 256
 
@@ -49,70 +45,44 @@ class RoundShapes:
         """Powers of two, of which every other one is left out, of the longer list, until no more than `most` pairs
         are left. The smallest and the largest stay: any round fits in one of them.
         """
-        batches, reaches = _powers(1, max_num_seqs), _powers(LEAST_REACH, capacity)
+        batches, reaches = powers(1, max_num_seqs), powers(LEAST_REACH, capacity)
         while len(batches) * len(reaches) > most:
             if len(batches) > len(reaches):
-                batches = _thinned(batches)
+                batches = thinned(batches)
             else:
-                reaches = _thinned(reaches)
+                reaches = thinned(reaches)
         return cls(batches, reaches)
 
     def holding(self, num_rows: int, num_places: int) -> tuple[int, int]:
         """The smallest rows and places that hold so many."""
-        batch = next(size for size in self.batches if size >= num_rows)
-        return batch, next(size for size in self.reaches if size >= num_places)
+        return holding(self.batches, num_rows), holding(self.reaches, num_places)
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return product(self.batches, self.reaches)
 
 
-class PaddedRounds:
+class PaddedRounds(Replayed):
     """Rounds of few shapes that read their rows from one place on the device.
 
-    A row of padding has lane 0, of which it sees nothing; nobody reads its tree. Until `capture_all` a round is
-    launched operator by operator, from then on replayed.
+    A row of padding has lane 0, of which it sees nothing; nobody reads its tree.
     """
 
     def __init__(self, guess: GuessingRound, shapes: RoundShapes, device: torch.device) -> None:
-        self.guess, self.shapes, self._device = guess, shapes, device
-        self._given = torch.zeros(3 * shapes.batches[-1], dtype=torch.int64, device=device)
-        self._captured: dict[tuple[int, int], Captured] = {}
-
-    def capture_all(self, capture: Callable[[Callable[[], Any]], Captured]) -> Iterator[float]:
-        """Capture every shape, the largest first so that the others reuse its memory; yields the fraction done.
-
-        Raises `Unsupported` where a round cannot be captured.
-        """
-        shapes = sorted(product(self.shapes.batches, self.shapes.reaches), reverse=True)
-        for done, shape in enumerate(shapes):
-            self._captured[shape] = capture(partial(self._guessed, *shape))
-            yield (done + 1) / len(shapes)
+        super().__init__(shapes)
+        self.shapes = shapes
+        self.guess, self._device = guess, device
+        given = torch.zeros(3 * shapes.batches[-1], dtype=torch.int64, device=device)
+        self._given = {batch: given[: 3 * batch] for batch in shapes.batches}
 
     def __call__(self, lanes: Seq[int], counts: Seq[int], positions: Seq[int]) -> Tensor:
         batch, reach = self.shapes.holding(len(lanes), max(counts) + self.guess.room)
         padding = [0] * (batch - len(lanes))
-        rows = list(chain(lanes, padding, counts, padding, positions, padding))
-        self._given[: len(rows)].copy_(on_host(rows, self._device), non_blocking=True)
-        return self.run(batch, reach)[: len(lanes)]
+        rows = [*lanes, *padding, *counts, *padding, *positions, *padding]
+        self._given[batch].copy_(on_host(rows, self._device), non_blocking=True)
+        trees: Tensor = self.run(batch, reach)
+        return trees[: len(lanes)] if padding else trees
 
-    def run(self, batch: int, reach: int) -> Tensor:
-        """A round of this shape over the rows that lie on the device."""
-        if not self._captured:
-            return self._guessed(batch, reach)
-        captured = self._captured[batch, reach]
-        captured.replay()
-        return captured.result
-
-    def _guessed(self, batch: int, reach: int) -> Tensor:
-        lanes, counts, positions = self._given[: 3 * batch].split(batch)
+    def work(self, *shape: int) -> Tensor:
+        batch, reach = shape
+        lanes, counts, positions = self._given[batch].split(batch)
         return self.guess(lanes, counts, positions, reach)
-
-
-def _powers(first: int, last: int) -> tuple[int, ...]:
-    """`first` times powers of two below `last`, and `last`."""
-    sizes = []
-    while first < last:
-        sizes.append(first)
-        first *= 2
-    return (*sizes, last)
-
-
-def _thinned(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(sorted({sizes[0], *sizes[::-2]}))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from decoding import generate, requests
 from infermix.roles.request import Sequence
-from infermix.toolkit.tree_verification import DraftTree
+from infermix.toolkit.tree_verification import DraftTree, depth_of, depth_of_last
 from infermix_decoders.eagle_layer import causal
 from infermix_decoders.eagle_tree import grow_tree
 from torch import Tensor
@@ -51,7 +51,7 @@ class Afresh:
     def _guess(self, features: Tensor, tokens: list[int]) -> Tensor:
         embedded = self._model.get_input_embeddings()(torch.tensor([tokens]))
         positions = torch.arange(len(tokens))[None]
-        return self._drafter._draft(features[None], embedded, positions, causal)[0, -1]
+        return self._drafter._alone.extension._draft(features[None], embedded, positions, causal)[0, -1]
 
     def _said(self, features: Tensor) -> Tensor:
         return torch.log_softmax(self._model.lm_head(features).float(), dim=-1)
@@ -73,6 +73,7 @@ def test_trees_are_those_of_the_whole_text(build_engine: Build, tiny_llama: Path
         trees = propose(sequences, depths)
         for sequence, depth, tree in zip(sequences, depths, trees, strict=True):
             assert tree == afresh.tree(sequence).within(depth)
+            assert depth_of_last(tree.parents) == depth_of(tree.parents)
             compared.append(len(tree.tokens))
         return trees
 

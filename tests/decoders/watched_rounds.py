@@ -64,18 +64,33 @@ def plain_rounds(guess: Any) -> PlainRounds:
     return PlainRounds(guess, guess._latest.device)
 
 
+def count_runs(work: Any) -> list[tuple[int, ...]]:
+    """Shapes that replayed work is run with from now on."""
+    shapes, run = [], work.run
+
+    def watched(*shape: int) -> Any:
+        shapes.append(shape)
+        return run(*shape)
+
+    work.run = watched
+    return shapes
+
+
 class Recorder:
     """A capture that a CPU can do: replaying runs the work again and puts its result where the first one lies."""
 
     def __init__(self) -> None:
         self.captured = self.replayed = 0
 
-    def __call__(self, work: Callable[[], Tensor]) -> Captured:
-        result = work().clone()
+    def __call__(self, work: Callable[[], Tensor | None]) -> Captured:
+        found = work()
+        result = None if found is None else found.clone()
         self.captured += 1
 
         def replay() -> None:
-            result.copy_(work())
+            found = work()
+            if result is not None and found is not None:
+                result.copy_(found)
             self.replayed += 1
 
         return Captured(replay, result)

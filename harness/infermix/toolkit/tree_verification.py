@@ -91,7 +91,10 @@ class Verified:
         """Where the hidden states of its own tokens and of the accepted guesses lie, in order."""
         assert forward.first_rows is not None
         first, own = forward.first_rows[self.entry.sequence.seq_id], self.entry.num_own_tokens
-        return [*range(first, first + own), *(first + own + node for node in self.path)]
+        rows = list(range(first, first + own))
+        if self.path:
+            rows += [first + own + node for node in self.path]
+        return rows
 
     def last_row(self, forward: Forward) -> int:
         """The one of `rows` that the newest token was read from."""
@@ -103,7 +106,8 @@ class Verified:
 class TreeDrafter(Protocol):
     """Guesses trees for several sequences at once.
 
-    `num_nodes` is the most that a tree has. With `reads_hidden` forwards bring hidden states.
+    `num_nodes` is the most that a tree has. With `reads_hidden` forwards bring hidden states. Optional: `by_level`,
+    whether no guess of its trees is deeper than one behind it, so that the last one tells how deep a tree is.
     """
 
     num_nodes: int
@@ -190,8 +194,10 @@ class TreeDecoder:
         self.details: dict[str, Any] = {}
         self.reads_hidden = drafter.reads_hidden
         self.query_lens = (1, drafter.num_nodes + 1)
-        # Trees of many drafters have few shapes.
-        self._depth_of = lru_cache(maxsize=1024)(depth_of)
+        # Trees of many drafters have few shapes; where they have many, a look at the last guess may do.
+        by_level = getattr(drafter, "by_level", False)
+        self._depth_of: Callable[[tuple[int, ...]], int]
+        self._depth_of = depth_of_last if by_level else lru_cache(maxsize=1024)(depth_of)
 
     def launch(self, plan: Plan, runner: Runner, sampler: Sampler) -> TreeTicket:
         rows = self._rows(plan, runner)
@@ -249,20 +255,18 @@ class TreeDecoder:
         return equal_draws(tree_of(row).first(row.num_real), draws)
 
     def _verify(self, row: Drafted, draws: Seq[int], span: slice, ticket: TreeTicket) -> Verified:
-        path = self._path(row, draws, span, ticket)
-        entry, sequence = row.entry, row.entry.sequence
-        tokens = (*[entry.draft_ids[node] for node in path], draws[path[-1] + 1 if path else 0])
-        depth = self._depth_of(entry.draft_parents[: row.num_real])
-        self._counters.count(depth, len(path), row.num_real - depth, sequence.request.category)
+        entry, num_real = row.entry, row.num_real
+        sequence, path = entry.sequence, self._path(row, draws, span, ticket)
+        tokens = (*[entry.draft_ids[node] for node in path], draws[path[-1] + 1]) if path else (draws[0],)
+        depth = self._depth_of(entry.draft_parents[:num_real])
+        self._counters.count(depth, len(path), num_real - depth, sequence.request.category)
         ticket.sampler.accept(sequence, tokens)
         return Verified(entry, tokens, path, draws, ticket.starts[sequence.seq_id])
 
     def _rows(self, plan: Plan, runner: Runner) -> list[Drafted]:
         with self._counters.drafting():
             trees = self._trees(plan)
-        filled_to = self._drafter.num_nodes if self._uniform and trees and all_decode(plan) else 0
-        if filled_to and any(self._room(entry) < filled_to for entry in plan.entries):
-            filled_to = 0
+        filled_to = self._filled_to(plan, trees)
         none = DraftTree((), (-1,) * filled_to)
         rows = []
         for entry in plan.entries:
@@ -270,19 +274,31 @@ class TreeDecoder:
             rows.append(with_drafts(entry, tokens, runner, filled_to, parents))
         return rows
 
+    def _filled_to(self, plan: Plan, trees: dict[int, DraftTree]) -> int:
+        if not self._uniform or not trees:
+            return 0
+        if len(trees) < len(plan.entries) and not all_decode(plan):  # who has a tree has one own token
+            return 0
+        most = max([entry.sequence.num_computed + entry.num_new_tokens for entry in plan.entries])
+        return self._drafter.num_nodes if most + self._drafter.num_nodes <= self._max_model_len else 0
+
     def _trees(self, plan: Plan) -> dict[int, DraftTree]:
         """Those that are not empty, by sequence. Only behind a single own token: prompts get none."""
-        entries = [entry for entry in plan.entries if entry.num_new_tokens == 1 and completes(entry)]
-        depths = [room_for_drafts(entry.sequence, self._max_depth, self._max_model_len) for entry in entries]
-        wanted = [(entry, depth) for entry, depth in zip(entries, depths, strict=True) if depth]
+        wanted, depths = [], []
+        for entry in plan.entries:
+            if entry.num_new_tokens == 1 and completes(entry):
+                depth = room_for_drafts(entry.sequence, self._max_depth, self._max_model_len)
+                if depth:
+                    wanted.append(entry)
+                    depths.append(depth)
         if not wanted:
             return {}
-        trees = self._drafter.propose([entry.sequence for entry, _ in wanted], [depth for _, depth in wanted])
-        kept = {
+        trees = self._drafter.propose([entry.sequence for entry in wanted], depths)
+        return {
             entry.sequence.seq_id: tree.first(self._room(entry))
-            for (entry, _), tree in zip(wanted, trees, strict=True)
+            for entry, tree in zip(wanted, trees, strict=True)
+            if tree.tokens
         }
-        return {seq_id: tree for seq_id, tree in kept.items() if tree.tokens}
 
     def _room(self, entry: Scheduled) -> int:
         """Slots behind the entry's own tokens."""
@@ -292,6 +308,14 @@ class TreeDecoder:
 def depth_of(parents: Seq[int]) -> int:
     """Of the longest branch; 0 without guesses."""
     return max(DraftTree((), tuple(parents)).depths(), default=0)
+
+
+def depth_of_last(parents: Seq[int]) -> int:
+    """Of the last guess; 0 without guesses."""
+    depth, node = 0, len(parents) - 1
+    while node >= 0:
+        depth, node = depth + 1, parents[node]
+    return depth
 
 
 def branch_prefixes(rows: Seq[Drafted]) -> RowPrefixes:
