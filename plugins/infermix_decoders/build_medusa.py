@@ -10,8 +10,8 @@ from infermix.errors import Unsupported, UserError
 from infermix.toolkit.tree_verification import TreeDecoder
 
 from infermix_decoders.head_files import MEDUSA_FILES, check_shapes, number_of, read_config, read_tensors
-from infermix_decoders.lane_rows import LaneRows
 from infermix_decoders.medusa import MedusaDrafter
+from infermix_decoders.medusa_guesses import HeadGuesses
 from infermix_decoders.medusa_heads import MedusaHeads
 from infermix_decoders.medusa_tree import assumed_accuracy, best_tree
 
@@ -32,9 +32,10 @@ def build_medusa(options: MedusaOptions, context: DecoderContext) -> TreeDecoder
     folder = (context.base or Path()) / options.heads
     heads, accuracy = load_medusa(folder, output)
     shape = best_tree(accuracy, options.num_draft_tokens)
-    latest = LaneRows(context.max_num_seqs, output.shape[1], output.device, output.dtype)
+    guesses = HeadGuesses(heads, shape, context.max_num_seqs, output)
+    told = _captured(guesses, context)
     common: dict[str, Any] = {"uniform": context.device.startswith("cuda"), "clock_ns": context.clock_ns}
-    given = (MedusaDrafter(heads, shape, latest), len(heads), context.max_model_len)
+    given = (MedusaDrafter(guesses, shape), len(heads), context.max_model_len)
     if options.acceptance == "typical":
         from infermix_decoders.typical import TypicalTreeDecoder
 
@@ -46,8 +47,20 @@ def build_medusa(options: MedusaOptions, context: DecoderContext) -> TreeDecoder
         "head_bytes": sum(tensor.numel() * tensor.element_size() for tensor in heads.state_dict().values()),
         "tree_nodes": len(shape.parents),
         "tree_nodes_by_depth": [shape.depths.count(depth) for depth in range(1, max(shape.depths) + 1)],
+        "graphs": told,
     }
     return decoder
+
+
+def _captured(guesses: HeadGuesses, context: DecoderContext) -> dict[str, Any]:
+    """Capture the heads where the engine captures work; what was, or the reason, for the record."""
+    try:
+        for done in guesses.capture_all(context.capture):
+            context.progress("capture drafter", done)
+    except Unsupported as refusal:
+        guesses.launch()
+        return {"captured": 0, "reason": str(refusal)}
+    return {"captured": len(guesses.batches), "batches": list(guesses.batches)}
 
 
 def output_weight(model: Any) -> torch.Tensor:

@@ -7,55 +7,64 @@ from collections.abc import Sequence as Seq
 from infermix.roles.decoder import Forward
 from infermix.roles.request import Sequence
 from infermix.toolkit.tree_verification import DraftTree, Verified
+from torch import Tensor
 
-from infermix_decoders.lane_rows import LaneRows, lanes_of, lists_to_device, to_device
-from infermix_decoders.medusa_heads import MedusaHeads
+from infermix_decoders.medusa_guesses import HeadGuesses
 from infermix_decoders.medusa_tree import TreeShape
 
 
 class MedusaDrafter:
-    """A `TreeDrafter`. Reads the device once per step."""
+    """A `TreeDrafter`. Reads the device once per step.
+
+    The heads are asked as soon as the hidden states are there, and read when a tree is wanted: until then the device
+    works while the host gets on with the step.
+    """
 
     reads_hidden = True
 
-    def __init__(self, heads: MedusaHeads, shape: TreeShape, latest: LaneRows) -> None:
-        self._heads, self._latest = heads, latest
+    def __init__(self, guesses: HeadGuesses, shape: TreeShape) -> None:
+        self._guesses, self._shape, self._shallower = guesses, shape, _shallower(shape)
         self.num_nodes = len(shape.parents)
-        self._num_ranks = max(shape.ranks) + 1
-        self._shape, self._shallower = shape, _shallower(shape)
-        # Where node i's guess lies among those of all heads, one head after the other.
-        places = [(depth - 1) * self._num_ranks + rank for depth, rank in zip(shape.depths, shape.ranks, strict=True)]
-        self._places = to_device(places, latest.device)
+        #: Guesses of sequences that are on the host.
+        self._known: dict[int, list[int]] = {}
+        #: Those that are on the device, `[n, num_nodes]`, and whose each row is: `None` of one that is gone.
+        self._unread: tuple[list[int | None], Tensor] | None = None
 
     def propose(self, sequences: Seq[Sequence], depths: Seq[int]) -> Seq[DraftTree]:
-        known = [sequence for sequence in sequences if self._latest.knows(sequence)]
-        if not known:
-            return [DraftTree()] * len(sequences)
-        lanes = to_device(lanes_of(known), self._latest.device)
-        best = self._heads.best(self._latest.take(lanes), self._num_ranks)
-        guesses = best.flatten(1).index_select(1, self._places).tolist()
-        if len(known) < len(sequences):
-            made = {sequence.seq_id: tokens for sequence, tokens in zip(known, guesses, strict=True)}
-            guesses = [made.get(sequence.seq_id, []) for sequence in sequences]
-        return [self._tree(tokens, depth) for tokens, depth in zip(guesses, depths, strict=True)]
+        self._read()
+        return [
+            self._tree(self._known.get(sequence.seq_id), depth)
+            for sequence, depth in zip(sequences, depths, strict=True)
+        ]
 
     def observe(self, verified: Seq[Verified], forward: Forward) -> None:
-        """Keep the hidden state behind which each sequence goes on."""
+        """Let the heads guess how each sequence goes on."""
         ended = [each for each in verified if each.token_ids]
         if not ended:
             return
+        self._read()
         assert forward.hidden is not None
-        sequences = [each.entry.sequence for each in ended]
-        places = [each.last_row(forward) for each in ended]
-        lanes, rows = lists_to_device(forward.hidden.device, lanes_of(sequences), places)
-        self._latest.put(sequences, lanes, forward.hidden.index_select(0, rows))
+        made = self._guesses(forward.hidden, [each.last_row(forward) for each in ended])
+        self._unread = [each.entry.sequence.seq_id for each in ended], made
 
     def forget(self, sequence: Sequence) -> None:
-        self._latest.forget(sequence)
+        self._known.pop(sequence.seq_id, None)
+        if self._unread is not None and sequence.seq_id in self._unread[0]:
+            owners = self._unread[0]
+            owners[owners.index(sequence.seq_id)] = None
 
-    def _tree(self, tokens: list[int], depth: int) -> DraftTree:
+    def _read(self) -> None:
+        if self._unread is None:
+            return
+        owners, made = self._unread
+        self._unread = None
+        self._known.update(
+            (owner, tokens) for owner, tokens in zip(owners, made.tolist(), strict=True) if owner is not None
+        )
+
+    def _tree(self, tokens: list[int] | None, depth: int) -> DraftTree:
         """`tokens` of all nodes, or none."""
-        if not tokens:
+        if tokens is None:
             return DraftTree()
         if depth > len(self._shallower):
             return DraftTree(tuple(tokens), self._shape.parents)

@@ -1,20 +1,23 @@
 """A decoder's own Python: time in `launch` and `collect` outside of forwards, sampling and waiting for the device.
 
 Forwards are those of the target, of a draft model, of draft heads and of a draft layer; what chooses among their
-outputs (trees, masks, acceptance) is the decoder's own, and so is what it launches on the device for that. A round of
-guesses that `eagle` replays from a graph has the forwards of its layer inside, among what chooses between them: the
-replay as a whole counts as a forward, lists and copies before and behind it as the decoder's own. Where rounds are
-launched operator by operator (on a CPU, or without graphs), only embedding, layer and head count as forwards.
+outputs (trees, masks, acceptance) is the decoder's own, and so is what it launches on the device for that. What a
+decoder replays from a graph (`eagle`: a pass over new tokens, a round of guesses; `medusa`: all heads) has forwards
+inside, among what is done with their outputs: the replay as a whole counts as a forward, lists and copies before and
+behind it as the decoder's own. Where that is launched operator by operator (on a CPU, or without graphs), only
+embedding, layer and head count as forwards.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 #: Skips all layers of SmolLM2-135M but four.
 _SKIPPED = tuple(range(2, 28))
@@ -34,7 +37,7 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "beam": ("beam", {"num_beams": 4}),
 }
 #: Of these, those that replay work of their own from graphs: their engines are measured with graphs.
-REPLAYING = frozenset({"eagle"})
+REPLAYING = frozenset({"eagle", "medusa"})
 
 
 class OwnTime:
@@ -87,6 +90,65 @@ class OwnTime:
         return timed
 
 
+class OwnLaunches(OwnTime):
+    """Operators that an engine's decoder calls outside of the same, views of tensors apart.
+
+    Each is a launch or two on a GPU. On a CPU copies to the device and back are not seen.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self._mode, self._on = _Operators(), False
+        super().__init__(engine)
+
+    @property
+    def names(self) -> list[str]:
+        return self._mode.names
+
+    def _not_counted(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def hidden(*given: Any, **named: Any) -> Any:
+            if not self._on:
+                return call(*given, **named)
+            with self._switched(False):
+                return call(*given, **named)
+
+        return hidden
+
+    def _counted(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(*given: Any) -> Any:
+            with self._switched(True):
+                return call(*given)
+
+        return watched
+
+    @contextmanager
+    def _switched(self, on: bool) -> Iterator[None]:
+        self._switch(on)
+        try:
+            yield
+        finally:
+            self._switch(not on)
+
+    def _switch(self, on: bool) -> None:
+        self._on = on
+        if on:
+            self._mode.__enter__()
+        else:
+            self._mode.__exit__(None, None, None)
+
+
+class _Operators(TorchDispatchMode):
+    """Notes the names of operators that make or change tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view and func is not torch.ops.aten.empty.memory_format:
+            self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
 def foreign_calls(engine: Any) -> list[tuple[Any, str]]:
     """Methods that are forwards or sampling: of the target, a draft model, draft heads, a draft layer."""
     decoder = engine._decoder
@@ -96,18 +158,19 @@ def foreign_calls(engine: Any) -> list[tuple[Any, str]]:
     found: list[tuple[Any, str]] = [(runner, "forward") for runner in runners]
     found += [(each, name) for each in samplers for name in ("sample", "sample_rows", "probabilities")]
     drafter = getattr(decoder, "_drafter", None)
-    if hasattr(drafter, "_heads"):
-        found.append((drafter._heads, "best"))
+    if hasattr(drafter, "_guesses"):
+        found += _replays(drafter._guesses, drafter._guesses._heads)
     if hasattr(drafter, "_rounds"):
-        found += [(drafter, name) for name in ("_embed", "_draft")] + _rounds(drafter._rounds)
+        found += _replays(drafter._rounds, drafter._rounds.guess)
+        found += _replays(drafter._together, drafter._together.extension)
     return found
 
 
-def _rounds(rounds: Any) -> list[tuple[Any, str]]:
-    """The replay of captured rounds; of others the forwards inside."""
-    if getattr(rounds, "_captured", None):
-        return [(rounds, "run")]
-    return [(rounds.guess, name) for name in ("_embed", "_draft", "_head")]
+def _replays(padded: Any, work: Any) -> list[tuple[Any, str]]:
+    """The replay of what is captured; of what is not, the forwards inside."""
+    if getattr(padded, "_captured", None):
+        return [(padded, "run")]
+    return [(work, name) for name in ("_embed", "_draft", "_head", "best") if hasattr(work, name)]
 
 
 def write_random_heads(folder: Path, width: int, vocab_size: int) -> None:
