@@ -33,7 +33,7 @@ class EagleDrafter:
         self._depth, self.num_nodes = depth, num_nodes
 
     def propose(self, sequences: Seq[Sequence], depths: Seq[int]) -> Seq[DraftTree]:
-        known = [sequence for sequence in sequences if self._latest.knows(sequence)]
+        known = self._latest.known_of(sequences)
         if not known:
             return [DraftTree()] * len(sequences)
         trees = self._grow(known)
@@ -65,9 +65,13 @@ class EagleDrafter:
     def _grow(self, sequences: list[Sequence]) -> list[DraftTree]:
         # The next pair is of the feature that was guessed behind the last token, and of a guess of what follows it.
         nexts = [len(sequence.tokens) - 1 for sequence in sequences]
-        counts = [self._cache.count(sequence) for sequence in sequences]
-        made = self._rounds(lanes_of(sequences), counts, nexts).tolist()
-        return [DraftTree(tuple(tokens), tuple(parents)) for tokens, parents in made]
+        made = self._rounds(lanes_of(sequences), self._cache.counts(sequences), nexts)
+        # Slices of one tuple are tuples: no list is made of each row first.
+        flat, size = tuple(made.flatten().tolist()), self.num_nodes
+        return [
+            DraftTree(flat[first : first + size], flat[first + size : first + 2 * size])
+            for first in range(0, len(flat), 2 * size)
+        ]
 
     def _pairs(self, each: Verified, forward: Forward) -> Pairs:
         """Each new hidden state with the token behind it, which the prompt or the draw has told."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -38,9 +38,10 @@ class EagleCache:
     def bytes(self) -> int:
         return sum(pool.numel() * pool.element_size() for pool in self.pools)
 
-    def count(self, sequence: Sequence) -> int:
-        """Pairs of feature and token that the layer has seen of a text."""
-        return self._counts.get(sequence.seq_id, 0)
+    def counts(self, sequences: Iterable[Sequence]) -> list[int]:
+        """Pairs of feature and token that the layer has seen of each text."""
+        known = self._counts
+        return [known.get(sequence.seq_id, 0) for sequence in sequences]
 
     def grow(self, sequence: Sequence, count: int) -> int:
         """Of a text the layer is shown so many more pairs; how many it has seen before."""

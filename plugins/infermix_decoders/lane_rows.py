@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class LaneRows:
-    """`[max_num_seqs, width]`; a row is known from `put` to `forget`."""
+    """`[max_num_seqs, width]`; a row is known from `note` to `forget`."""
 
     def __init__(self, max_num_seqs: int, width: int, device: torch.device | str, dtype: torch.dtype) -> None:
         self._rows = torch.zeros(max_num_seqs, width, device=device, dtype=dtype)
@@ -22,13 +22,10 @@ class LaneRows:
     def device(self) -> torch.device:
         return self._rows.device
 
-    def knows(self, sequence: Sequence) -> bool:
-        return sequence.seq_id in self._known
-
-    def put(self, sequences: Seq[Sequence], lanes: Tensor, rows: Tensor) -> None:
-        """`rows [n, width]` of `sequences`, whose lanes `[n]` are on the device already."""
-        self.note(sequences)
-        self.write(lanes, rows)
+    def known_of(self, sequences: Iterable[Sequence]) -> list[Sequence]:
+        """Those of them that are known."""
+        known = self._known
+        return [sequence for sequence in sequences if sequence.seq_id in known]
 
     def note(self, sequences: Iterable[Sequence]) -> None:
         """These are known from now on: their rows are written."""

@@ -215,11 +215,15 @@ class TreeDecoder:
         verified: dict[int, Verified] = {}
         first = 0
         for row in ticket.emitting:
-            own = slice(first, first + len(row.drafts) + 1)
+            last = first + len(row.entry.draft_ids) + 1
+            own = slice(first, last)
             verified[row.entry.sequence.seq_id] = self._verify(row, draws[own], own, ticket)
-            first = own.stop
+            first = last
         with self._counters.drafting():
-            every = [verified.get(row.entry.sequence.seq_id) or self._unfinished(row, ticket) for row in ticket.rows]
+            every = list(verified.values())
+            if len(every) < len(ticket.rows):
+                every += [self._unfinished(row, ticket) for row in ticket.rows
+                          if row.entry.sequence.seq_id not in verified]  # fmt: skip
             self._drafter.observe(every, ticket.forward)
         return [
             Emission(each.entry.sequence, each.token_ids, len(each.entry.draft_ids), each.path)
