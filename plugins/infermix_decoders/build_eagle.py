@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from infermix_decoders.build_medusa import output_weight
 from infermix_decoders.eagle import EagleDrafter
 from infermix_decoders.eagle_cache import EagleCache
-from infermix_decoders.eagle_extension import FEW, Extension, PaddedExtensions, PlainExtensions
+from infermix_decoders.eagle_extension import FEW, Extension, PaddedExtensions, PlainExtensions, numbers_of
 from infermix_decoders.eagle_layer import EagleDraft, EagleShape
 from infermix_decoders.eagle_round import GuessingRound, room_for_guesses
 from infermix_decoders.eagle_rounds import PaddedRounds, PlainRounds, Rounds, RoundShapes
@@ -75,8 +75,9 @@ def _device_work(
     """
     plain, device = PlainExtensions(extension), extension.device
     shapes = RoundShapes.up_to(context.max_num_seqs, capacity)
-    padded = PaddedExtensions(extension, shapes, min(FEW, depth + 1))
-    rounds = PaddedRounds(guess, shapes, device)
+    most = min(FEW, depth + 1)
+    rounds = PaddedRounds(guess, shapes, device, numbers_of(most))
+    padded = PaddedExtensions(extension, rounds, most)
     try:
         for done in chain(rounds.capture_all(context.capture), padded.capture_all(context.capture)):
             context.progress("capture drafter", done)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from infermix_decoders.eagle_cache import EagleCache, causal_places
 from infermix_decoders.eagle_layer import EagleDraft
-from infermix_decoders.eagle_rounds import RoundShapes
+from infermix_decoders.eagle_rounds import PaddedRounds
 from infermix_decoders.lane_rows import LaneRows, on_host, to_device
 from infermix_decoders.replayed import Replayed
 
@@ -86,22 +86,21 @@ class PlainExtensions:
 class PaddedExtensions(Replayed):
     """Passes of few shapes, with `most` pairs of each sequence, that read everything from one place on the device.
 
-    The hidden states of a step lie anywhere, so those that are read are brought there first.
+    The hidden states of a step lie anywhere, so those that are read are brought there first. Who was shown pairs is
+    most often who gets a tree next: what `rounds` wants to know of them is sent in the same copy.
     """
 
-    def __init__(self, extension: Extension, shapes: RoundShapes, most: int) -> None:
-        super().__init__(shapes)
-        self.shapes, self.extension, self.most = shapes, extension, most
-        rows = shapes.batches[-1]
-        self._given = torch.zeros((4 + 2 * most) * rows, dtype=torch.int64, device=extension.device)
-        self._features = extension.latest.like(rows * most)
-        self._parts = {batch: self._parts_of(batch) for batch in shapes.batches}
+    def __init__(self, extension: Extension, rounds: PaddedRounds, most: int) -> None:
+        """`rounds` with room for `numbers_of(most)` beside each row."""
+        super().__init__(rounds.shapes)
+        self.shapes, self.extension, self.most, self._rounds = rounds.shapes, extension, most, rounds
+        self._features = extension.latest.like(self.shapes.batches[-1] * most)
+        self._parts = {batch: self._parts_of(batch) for batch in self.shapes.batches}
 
     def __call__(self, group: Seq[Pairs], hidden: Tensor) -> None:
         batch, reach = self.shapes.holding(len(group), max([pairs.seen for pairs in group]) + self.most)
-        given, rows, features = self._parts[batch]
-        values = packed(group, batch, self.most, self.extension.nobody)
-        given.copy_(on_host(values, given.device), non_blocking=True)
+        _, rows, features = self._parts[batch]
+        self._send(group, batch)
         if hidden.dtype != features.dtype:
             hidden = hidden.to(features.dtype)
         torch.index_select(hidden, 0, rows, out=features)
@@ -112,10 +111,25 @@ class PaddedExtensions(Replayed):
         given, _, features = self._parts[batch]
         self.extension(given, features, batch, reach)
 
+    def _send(self, group: Seq[Pairs], batch: int) -> None:
+        lanes = [pairs.sequence.lane for pairs in group]
+        counts = [pairs.seen + len(pairs.rows) for pairs in group]
+        nexts = [pairs.start + len(pairs.rows) for pairs in group]
+        values = self._rounds.lists(batch, lanes, counts, nexts)
+        values += packed(group, batch, self.most, self.extension.nobody)
+        place = self._rounds.places[batch]
+        place.copy_(on_host(values, place.device), non_blocking=True)
+        self._rounds.sent = lanes, counts, nexts
+
     def _parts_of(self, batch: int) -> tuple[Tensor, Tensor, Tensor]:
         """Of so many sequences: all numbers, those of them that are rows of hidden states, and the features there."""
-        given = self._given[: (4 + 2 * self.most) * batch]
+        given = self._rounds.places[batch][3 * batch :]
         return given, rows_of(given, batch, self.most), self._features[: batch * self.most]
+
+
+def numbers_of(most: int) -> int:
+    """What `packed` makes of a sequence."""
+    return 4 + 2 * most
 
 
 def packed(group: Seq[Pairs], batch: int, width: int, nobody: int = 0) -> list[int]:

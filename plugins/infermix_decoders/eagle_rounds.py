@@ -64,25 +64,37 @@ class RoundShapes:
 class PaddedRounds(Replayed):
     """Rounds of few shapes that read their rows from one place on the device.
 
-    A row of padding has lane 0, of which it sees nothing; nobody reads its tree.
+    A row of padding has lane 0, of which it sees nothing; nobody reads its tree. Behind the rows there is room for
+    `beside` numbers per row of others, who may send both in one copy (`lists`, `sent`).
     """
 
-    def __init__(self, guess: GuessingRound, shapes: RoundShapes, device: torch.device) -> None:
+    def __init__(self, guess: GuessingRound, shapes: RoundShapes, device: torch.device, beside: int = 0) -> None:
         super().__init__(shapes)
         self.shapes = shapes
         self.guess, self._device = guess, device
-        given = torch.zeros(3 * shapes.batches[-1], dtype=torch.int64, device=device)
+        given = torch.zeros((3 + beside) * shapes.batches[-1], dtype=torch.int64, device=device)
+        #: For each batch: the rows and what lies beside them; the rows alone.
+        self.places = {batch: given[: (3 + beside) * batch] for batch in shapes.batches}
         self._given = {batch: given[: 3 * batch] for batch in shapes.batches}
+        #: The rows that lie there, as they were asked for.
+        self.sent: tuple[Seq[int], Seq[int], Seq[int]] | None = None
 
     def __call__(self, lanes: Seq[int], counts: Seq[int], positions: Seq[int]) -> Tensor:
         batch, reach = self.shapes.holding(len(lanes), max(counts) + self.guess.room)
-        padding = [0] * (batch - len(lanes))
-        rows = [*lanes, *padding, *counts, *padding, *positions, *padding]
-        self._given[batch].copy_(on_host(rows, self._device), non_blocking=True)
+        if self.sent != (lanes, counts, positions):
+            rows = on_host(self.lists(batch, lanes, counts, positions), self._device)
+            self._given[batch].copy_(rows, non_blocking=True)
+            self.sent = lanes, counts, positions
         trees: Tensor = self.run(batch, reach)
-        return trees[: len(lanes)] if padding else trees
+        return trees[: len(lanes)] if len(lanes) < batch else trees
 
     def work(self, *shape: int) -> Tensor:
         batch, reach = shape
         lanes, counts, positions = self._given[batch].split(batch)
         return self.guess(lanes, counts, positions, reach)
+
+    @staticmethod
+    def lists(batch: int, lanes: Seq[int], counts: Seq[int], positions: Seq[int]) -> list[int]:
+        """Padded, in the order in which they lie on the device."""
+        padding = [0] * (batch - len(lanes))
+        return [*lanes, *padding, *counts, *padding, *positions, *padding]

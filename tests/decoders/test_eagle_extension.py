@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,9 +13,9 @@ from decoding import generate, requests
 from infermix.engine import assembly
 from infermix.roles.request import Request, Sequence
 from infermix_decoders.eagle_cache import EagleCache
-from infermix_decoders.eagle_extension import FEW, Extension, PaddedExtensions, Pairs, PlainExtensions
+from infermix_decoders.eagle_extension import FEW, Extension, PaddedExtensions, Pairs, PlainExtensions, numbers_of
 from infermix_decoders.eagle_layer import EagleDraft, EagleShape
-from infermix_decoders.eagle_rounds import RoundShapes
+from infermix_decoders.eagle_rounds import PaddedRounds, RoundShapes
 from infermix_decoders.lane_rows import LaneRows
 from torch import Tensor, nn
 from watched_rounds import EAGLE, Recorder, count_runs
@@ -38,6 +38,12 @@ def made_extension() -> Extension:
     latest = LaneRows(LANES + 1, SHAPE.width, CPU, torch.float32)
     latest._rows.normal_()
     return Extension(draft, embed, cache, latest)
+
+
+def padded_extensions(extension: Extension, shapes: RoundShapes) -> PaddedExtensions:
+    """Beside rounds that nobody asks."""
+    rounds = PaddedRounds(cast("Any", None), shapes, CPU, numbers_of(MOST))
+    return PaddedExtensions(extension, rounds, MOST)
 
 
 def new_pairs(*, lane: int, count: int, seen: int, start: int) -> Pairs:
@@ -65,7 +71,7 @@ def left_by(extension: Extension, group: Seq[Pairs]) -> list[Tensor]:
 def test_padding_leaves_what_plain_passes_leave(group: list[Pairs]) -> None:
     plain, padded = made_extension(), made_extension()
     PlainExtensions(plain)(group, HIDDEN)
-    PaddedExtensions(padded, RoundShapes((1, 8), (16, CAPACITY)), MOST)(group, HIDDEN)
+    padded_extensions(padded, RoundShapes((1, 8), (16, CAPACITY)))(group, HIDDEN)
     for one, two in zip(left_by(plain, group), left_by(padded, group), strict=True):
         torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-6)
 
@@ -76,7 +82,7 @@ def test_padding_leaves_others_alone(group: list[Pairs]) -> None:
     extension = made_extension()
     cache, latest = extension.cache, extension.latest
     before = cache.keys.clone(), cache.values.clone(), latest._rows.clone()
-    PaddedExtensions(extension, RoundShapes((8,), (CAPACITY,)), MOST)(group, HIDDEN)
+    padded_extensions(extension, RoundShapes((8,), (CAPACITY,)))(group, HIDDEN)
     seen = {pairs.sequence.lane: pairs.seen for pairs in group}
     for was, now in zip(before[:2], (cache.keys, cache.values), strict=True):
         for lane in range(LANES):
@@ -89,7 +95,7 @@ def test_a_pass_depends_on_its_own_rows_alone() -> None:
     """Neither on what a larger pass left where it is written next, nor on what lies behind the pairs."""
     fresh, used = made_extension(), made_extension()
     shapes = RoundShapes((8,), (CAPACITY,))
-    passes = [PaddedExtensions(each, shapes, MOST) for each in (fresh, used)]
+    passes = [padded_extensions(each, shapes) for each in (fresh, used)]
     passes[1](GROUPS[2], HIDDEN)
     for cache in (fresh.cache, used.cache):
         cache.keys[:], cache.values[:] = 0.5, -0.5
