@@ -55,6 +55,7 @@ def measured(args: argparse.Namespace) -> dict[str, Any]:
     given = {
         "device": args.device, "model": args.model, "workload.path": str(args.questions.resolve()),
         "workload.num_requests": str(args.num_requests), "measure.repeats": str(args.repeats),
+        "measure.warmup": str(args.warmup), "measure.max_warmup": str(args.warmup),
     }  # fmt: skip
     settings = [part for key, value in given.items() for part in ("--set", f"{key}={value}")]
     for only in args.only:
@@ -74,6 +75,7 @@ def main() -> int:
     parser.add_argument("--questions", type=Path, required=True)
     parser.add_argument("--num-requests", type=int, default=104)
     parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--warmup", type=int, default=1, help="rounds before the first one that is measured")
     parser.add_argument("--methods", nargs="+", default=list(LEAST))
     parser.add_argument("--time-limit-s", type=float, default=110)
     parser.add_argument(
