@@ -14,20 +14,22 @@ from infermix.toolkit.linears import replace_module
 from infermix_kernels.fp8 import fp8_linear
 from infermix_kernels.launch import overlaps_launches
 from infermix_kernels.matmul_launch import MatmulWorkspace
-from infermix_kernels.matmul_table import LinearShape, MatmulTable
+from infermix_kernels.matmul_table import Family, LinearShape, MatmulTable
 from infermix_kernels.pack import PLANE, RUN, PackedW4, pack_w4
 from infermix_kernels.tune import TuneShapes, tune_all
 from infermix_kernels.w4a16 import w4a16_linear
 from infermix_kernels.w8a8 import w8a8_linear
+from infermix_kernels.w8a16 import w8a16_linear
 from torch import Tensor, nn
 
 from infermix_quant.linear_fp8 import Fp8Linear
 from infermix_quant.linear_grouped import GroupedLinear, QuantLinear
-from infermix_quant.linear_int8 import Int8Linear
+from infermix_quant.linear_int8 import Int8Linear, LlmInt8Linear, outlier_mask
 
 #: Kernel against plain product of the same numbers; a value that is rounded to 8 bits may fall to either side.
 _TOLERANCES = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 2e-2}
 _CHECKED_ROWS = (1, 5, 40)
+_LARGEST_PROBE = 64.0
 _TUNED_ROWS = (1, 2, 4, 8, 16, 32, 64)
 
 
@@ -58,6 +60,10 @@ class KernelLinear(QuantLinear):
 
     def product(self, x: Tensor) -> Tensor:
         raise NotImplementedError
+
+    def probe(self, x: Tensor) -> Tensor:
+        """Normal numbers `[M, K]` made into what reaches every part of the product."""
+        return x
 
     @property
     def shared(self) -> dict[str, Any]:
@@ -97,6 +103,30 @@ class W8A8KernelLinear(KernelLinear):
         return self._linear(x, self.weight, self.weight_scale, self.bias, **self.shared)
 
 
+class LlmInt8KernelLinear(W8A8KernelLinear):
+    """Two products over all columns, each with zeros where the other one has the values.
+
+    Taking the outliers out would read their number on the host, which a CUDA graph forbids. So weights are read
+    twice: a step of few rows takes as long as 16-bit weights would, one of many rows longer.
+    """
+
+    def __init__(self, plain: LlmInt8Linear, launching: Launching) -> None:
+        super().__init__(plain, launching)
+        self.kernel = "triton w8a8 int8 + w8a16 over outliers"
+        self._threshold, self._outliers = plain.threshold, plain.outliers
+
+    def product(self, x: Tensor) -> Tensor:
+        apart = outlier_mask(x, self._threshold, self._outliers)
+        rounded = super().product(x.masked_fill(apart, 0))
+        return rounded + w8a16_linear(x.masked_fill(~apart, 0), self.weight, self.weight_scale, **self.shared)
+
+    def probe(self, x: Tensor) -> Tensor:
+        """Every seventh column has outliers only, where the threshold leaves room for their products in fp16."""
+        shift = torch.zeros_like(x)
+        shift[:, ::7] = min(self._threshold, _LARGEST_PROBE)
+        return x + shift * x.sign()
+
+
 def use_kernels(
     model: nn.Module, linears: dict[str, QuantLinear], context: QuantizerContext
 ) -> dict[str, QuantLinear]:
@@ -107,7 +137,7 @@ def use_kernels(
     dtype, device = getattr(torch, context.dtype), torch.device(context.device)
     kinds = {name: kind for name, each in linears.items() if (kind := _kind(each, dtype)) is not None}
     if context.tune and device.type == "cuda" and kinds:
-        _tune([_shape(linears[name], dtype) for name in kinds], device, context)
+        _tune([shape for name in kinds for shape in _shapes(linears[name], dtype)], device, context)
     launching = Launching.on(device) if kinds else None
     checked: set[tuple[Any, ...]] = set()
     for name, kind in kinds.items():
@@ -129,7 +159,9 @@ def _kind(linear: QuantLinear, dtype: torch.dtype) -> Any:
         return W4KernelLinear if _fits_w4(linear) else None
     if dtype == torch.float32:  # activations in 8 bits where fp32 is wanted are simulated
         return None
-    if (type(linear) is Int8Linear or isinstance(linear, Fp8Linear)) and linear.activations == "token":
+    if isinstance(linear, LlmInt8Linear):
+        return LlmInt8KernelLinear
+    if isinstance(linear, Int8Linear | Fp8Linear) and linear.activations == "token":
         return W8A8KernelLinear
     return None
 
@@ -141,12 +173,17 @@ def _fits_w4(linear: GroupedLinear) -> bool:
     return linear.bits == 4 and integers and fits
 
 
-def _shape(linear: QuantLinear, dtype: torch.dtype) -> LinearShape:
+def _shapes(linear: QuantLinear, dtype: torch.dtype) -> list[LinearShape]:
+    """Of every product that the linear takes."""
     if isinstance(linear, GroupedLinear):
         size, zeros = linear.in_features // linear.scale.shape[1], linear.zero is not None
-        return LinearShape("w4a16", linear.out_features, linear.in_features, size, zeros, dtype.itemsize)
-    family: Any = "fp8" if isinstance(linear, Fp8Linear) else "int8"
-    return LinearShape(family, linear.out_features, linear.in_features, element_bytes=dtype.itemsize)
+        return [LinearShape("w4a16", linear.out_features, linear.in_features, size, zeros, dtype.itemsize)]
+    families: list[Family] = ["fp8" if isinstance(linear, Fp8Linear) else "int8"]
+    families += ["w8a16"] if isinstance(linear, LlmInt8Linear) else []
+    return [
+        LinearShape(family, linear.out_features, linear.in_features, element_bytes=dtype.itemsize)
+        for family in families
+    ]
 
 
 def _tune(shapes: Sequence[LinearShape], device: torch.device, context: QuantizerContext) -> None:
@@ -157,7 +194,7 @@ def _tune(shapes: Sequence[LinearShape], device: torch.device, context: Quantize
 def _verify(made: KernelLinear, plain: QuantLinear, name: str, dtype: torch.dtype, device: torch.device) -> None:
     for rows in _CHECKED_ROWS:
         draw = torch.Generator().manual_seed(rows)
-        x = torch.randn(rows, made.in_features, generator=draw).to(device, dtype)
+        x = made.probe(torch.randn(rows, made.in_features, generator=draw)).to(device, dtype)
         expected = plain(x).double()
         error = float((made(x).double() - expected).norm() / expected.norm().clamp_min(1e-30))
         if not error <= _TOLERANCES[dtype]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -9,6 +11,8 @@ from torch import Tensor
 from infermix_quant.linear_grouped import QuantLinear
 
 INT8_MAX = 127
+
+Outliers = Literal["values", "columns"]
 
 
 def quantize_rows_int8(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -52,23 +56,40 @@ class Int8Linear(QuantLinear):
 
 
 class LlmInt8Linear(Int8Linear):
-    """LLM.int8: values above a threshold stay out of the integers and are multiplied in 16 bits.
+    """LLM.int8: what goes with activations above a threshold stays out of the integers and is multiplied as it is.
 
-    Dettmers et al., "LLM.int8()" (2022), section 3.2, where a *column* that exceeds the threshold anywhere in the
-    batch is taken out for all tokens. Here it is taken out for the tokens that exceed it, so that a token does not
-    depend on its company. Weights are int8 in both parts, as in the paper's inference library.
+    Dettmers et al., "LLM.int8()" (2022), section 3.2. Weights are int8 in both parts, as in the paper's inference
+    library. What stays out are columns or single values, see `outlier_mask`.
+
+    Here one fp32 product does both parts, as many operations as int8 alone takes.
     """
 
-    kernel = "simulated int8: fp32 product of integers, outliers dequantized"
+    kernel = "simulated int8: fp32 product, outliers as they are"
 
-    def __init__(self, weight: Tensor, scale: Tensor, bias: Tensor | None, threshold: float) -> None:
+    def __init__(
+        self, weight: Tensor, scale: Tensor, bias: Tensor | None, threshold: float, outliers: Outliers = "values"
+    ) -> None:
         super().__init__(weight, scale, bias)
-        self._threshold = threshold
+        self.threshold, self.outliers = threshold, outliers
 
     def forward(self, x: Tensor) -> Tensor:
-        outliers = x.masked_fill(x.abs() <= self._threshold, 0)
-        weight = (self.weight.float() * self.weight_scale[:, None]).to(x.dtype)
-        return super().forward(x - outliers) + F.linear(outliers, weight)
+        apart = outlier_mask(x, self.threshold, self.outliers)
+        integers, scale = quantize_rows_int8(x.masked_fill(apart, 0))
+        seen = torch.where(apart, x.float(), integers * scale)
+        out = (F.linear(seen, self.weight.float()) * self.weight_scale).to(x.dtype)
+        return out if self.bias is None else out + self.bias
+
+
+def outlier_mask(x: Tensor, threshold: float, outliers: Outliers) -> Tensor:
+    """Which values of `x [..., K]` stay out of the integers: bool, of x's shape for `values`, `[K]` for `columns`.
+
+    `values`: those of a larger magnitude than `threshold`. `columns`, as in the paper: all of a column that has one
+    in any row of this call. NaN counts as an outlier: a kernel that rounds might lose it.
+
+    Nothing is read on the host, so that it can be captured: how many there are is not known.
+    """
+    large = ~(x.abs() <= threshold)
+    return large.reshape(-1, x.shape[-1]).any(dim=0) if outliers == "columns" else large
 
 
 def int8_weight(weight: Tensor) -> tuple[Tensor, Tensor]:

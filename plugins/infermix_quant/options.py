@@ -48,9 +48,23 @@ class Nf4Options(QuantizerOptions, frozen=True, kw_only=True):
 
 
 class LlmInt8Options(QuantizerOptions, frozen=True, kw_only=True):
+    """Values, not the columns of the paper, are the default.
+
+    What a prefill measures (hundreds of rows in a call share their columns) is not what a decode step of few rows
+    computes; with values both are one function of the row, whatever runs beside it.
+    """
+
     threshold: Annotated[
         float, Meta(ge=0, description="activations of a larger magnitude are multiplied in the model's dtype")
     ] = 6.0
+    outliers: Annotated[
+        Literal["values", "columns"],
+        Meta(
+            description="what is multiplied in the model's dtype; values: those above the threshold, so that a row "
+            "does not depend on its company; columns, as in the paper: all of a column that exceeds it in any row of "
+            "the call, padded ones too"
+        ),
+    ] = "values"
     skip: Skip = UNTOUCHED
 
 

@@ -93,12 +93,13 @@ class Nf4Quantizer(PlainQuantizer):
 class LlmInt8Quantizer(PlainQuantizer):
     def __init__(self, options: LlmInt8Options) -> None:
         super().__init__(options.skip)
-        self._threshold = options.threshold
-        self.method = f"llm.int8 w8a8 per channel and token, outliers above {options.threshold:g} in 16 bits"
+        self._options = options
+        what = "outlier columns of a call" if options.outliers == "columns" else "outliers"
+        self.method = f"llm.int8 w8a8 per channel and token, {what} above {options.threshold:g} in 16 bits"
 
     def make(self, linear: FoundLinear) -> QuantLinear:
         weight, scale = int8_weight(linear.weight)
-        return LlmInt8Linear(weight, scale, linear.bias, self._threshold)
+        return LlmInt8Linear(weight, scale, linear.bias, self._options.threshold, self._options.outliers)
 
 
 class EightBitQuantizer(PlainQuantizer):

@@ -63,7 +63,7 @@ VARIANTS: dict[tuple[Role, str], list[dict[str, Any]]] = {
     (Role.QUANTIZER, "int8"): [{"activations": "tensor"}],
     (Role.QUANTIZER, "hqq"): [{"bits": bits, "group_size": 32} for bits in (2, 3, 8)] + [{"iterations": 0}],
     (Role.QUANTIZER, "nf4"): [{"double_quant": True}, {"block_size": 128}],
-    (Role.QUANTIZER, "llm_int8"): [{"threshold": 0.0}, {"threshold": 1.0}],
+    (Role.QUANTIZER, "llm_int8"): [{"threshold": 0.0}, {"threshold": 1.0}, {"threshold": 1.0, "outliers": "columns"}],
     (Role.QUANTIZER, "fp8"): [
         {"weights": weights, "activations": activations}
         for weights in ("channel", "tensor")

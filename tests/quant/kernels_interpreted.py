@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import pytest
 import torch
+from infermix.errors import WrongResult
 from infermix.roles.quantizer import QuantizerContext
+from infermix_quant import kernel_linears
 from infermix_quant.gptq import GptqSettings, gptq
 from infermix_quant.hqq import HqqSettings, hqq
-from infermix_quant.kernel_linears import KernelLinear, W4KernelLinear, W8A8KernelLinear, use_kernels
+from infermix_quant.kernel_linears import (
+    KernelLinear,
+    LlmInt8KernelLinear,
+    W4KernelLinear,
+    W8A8KernelLinear,
+    use_kernels,
+)
 from infermix_quant.linear_fp8 import Fp8Linear, fp8_weight
 from infermix_quant.linear_grouped import GroupedLinear
-from infermix_quant.linear_int8 import Int8Linear, LlmInt8Linear, int8_weight
+from infermix_quant.linear_int8 import Int8Linear, LlmInt8Linear, Outliers, int8_weight
 from torch import nn
 
 
@@ -38,12 +46,35 @@ def test_int8_runs_on_the_kernel_in_half_precision() -> None:
     assert made["up"].kernel == "triton w8a8 int8"
 
 
+@pytest.mark.parametrize("outliers", ["values", "columns"])
+@pytest.mark.parametrize("threshold", [0.0, 1.0, 6.0, 1e4])
+def test_llm_int8_runs_on_two_kernels(outliers: Outliers, threshold: float) -> None:
+    """`use_kernels` compares them with their meaning, on outliers too; here with odd and leading rows, and a bias."""
+    plain = LlmInt8Linear(*int8_weight(_weight()), torch.ones(16).half(), threshold, outliers)
+    context = QuantizerContext(device="cpu", dtype="float16")
+    made = use_kernels(nn.ModuleDict({"up": plain}), {"up": plain}, context)["up"]
+    assert isinstance(made, LlmInt8KernelLinear)
+    assert made.kernel == "triton w8a8 int8 + w8a16 over outliers"
+    x = torch.randn(2, 3, 64, generator=torch.Generator().manual_seed(1)).half()
+    x[..., 5] *= 20
+    expected = plain(x).double()
+    assert (made(x).double() - expected).norm() / expected.norm() < 1e-2
+    x[1, 1, 7] = float("nan")
+    assert made(x).isnan().any(-1).tolist() == [[False] * 3, [False, True, False]]
+
+
+def test_outliers_that_the_kernel_loses_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_linears, "w8a16_linear", lambda x, weight, *_, **__: x.new_zeros(len(x), len(weight)))
+    plain = LlmInt8Linear(*int8_weight(_weight()), None, 6.0)
+    with pytest.raises(WrongResult, match="w8a16 over outliers of up with 1 rows differs"):
+        use_kernels(nn.ModuleDict({"up": plain}), {"up": plain}, QuantizerContext(device="cpu", dtype="float16"))
+
+
 def test_what_no_kernel_multiplies_stays() -> None:
     linears = {
         "three": GroupedLinear(gptq(_weight(), torch.eye(64), GptqSettings(3, 32, True)), None),
         "odd": GroupedLinear(gptq(_weight(), torch.eye(64), GptqSettings(4, 16, True)), None),
         "hqq": GroupedLinear(hqq(_weight(), HqqSettings(4, 32)), None),
-        "outliers": LlmInt8Linear(*int8_weight(_weight()), None, 6.0),
         "weights": Fp8Linear(*fp8_weight(_weight(), "channel"), None, activations="none"),
     }
     made = use_kernels(nn.ModuleDict(linears), dict(linears), QuantizerContext(device="cpu", dtype="float16"))

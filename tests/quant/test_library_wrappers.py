@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, get_args
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from infermix.roles.quantizer import QuantizerContext
 from infermix.toolkit.conformance.component import example_model
 from infermix.toolkit.linears import FoundLinear
 from infermix.toolkit.wrapped_linears import LibraryLinear, LibraryProduct, LibraryQuantizer
-from infermix_quant.linear_int8 import LlmInt8Linear, int8_weight
+from infermix_quant.linear_int8 import LlmInt8Linear, Outliers, int8_weight
 from infermix_quant.nf4 import Nf4Linear
 from torch import Tensor, nn
 
@@ -65,14 +65,15 @@ def test_native_nf4_holds_the_numbers_of_bitsandbytes(double_quant: bool) -> Non
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
-def test_native_llm_int8_multiplies_as_bitsandbytes() -> None:
-    """Outliers of one column: the library takes the column out for all tokens, we for those that exceed it."""
+@pytest.mark.parametrize("outliers", ["values", "columns"])
+def test_native_llm_int8_multiplies_as_bitsandbytes(outliers: Literal["values", "columns"]) -> None:
+    """Outliers of one column: the library takes the column out for all tokens, we also for those that exceed it."""
     weight, x = _randn(96, 128), _randn(6, 128, seed=1)
     x[:, 5] *= 40
     model = nn.ModuleDict({"up": nn.Linear(128, 96, bias=False).requires_grad_(False)})
     model["up"].weight.data = weight.clone()
     _applied("bitsandbytes", model, method="llm_int8")
-    native = LlmInt8Linear(*int8_weight(weight), None, 6.0)
+    native = LlmInt8Linear(*int8_weight(weight), None, 6.0, outliers)
     expected = x @ weight.t()
 
     def error(out: Tensor) -> float:
@@ -80,6 +81,21 @@ def test_native_llm_int8_multiplies_as_bitsandbytes() -> None:
 
     assert error(model["up"](x)) == pytest.approx(error(native(x)), rel=0.2)
     assert error(native(x)) < 0.02
+
+
+def test_columns_are_those_of_bitsandbytes() -> None:
+    """The same numbers but for rounding, where the rest of an outlier column does not widen the library's scale."""
+    weight, x = _randn(96, 128).half().float(), _randn(6, 128, seed=1).half().float()
+    x[:2, ::8], x[2:, ::8] = 30.0, 0.5 * x[2:, ::8]
+    model = nn.ModuleDict({"up": nn.Linear(128, 96, bias=False).requires_grad_(False)})
+    model["up"].weight.data = weight.clone()
+    _applied("bitsandbytes", model, method="llm_int8")
+    theirs = model["up"](x)[2:]
+    of = {
+        kind: float((LlmInt8Linear(*int8_weight(weight), None, 6.0, kind)(x)[2:] - theirs).norm() / theirs.norm())
+        for kind in get_args(Outliers)
+    }
+    assert of["columns"] < 1e-3 < of["values"]
 
 
 KINDS: list[tuple[str, dict[str, Any], str, float]] = [
