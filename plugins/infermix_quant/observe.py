@@ -20,7 +20,8 @@ from infermix_quant.observers import Magnitudes
 class InputGroup:
     """Linears that multiply the same tensor x. Statistics are over all rows of all samples, fp32.
 
-    `gram [K, K]` is the sum of x^T x; `mean_abs`, `max_abs` `[K]`; `magnitudes` is a histogram over all of x.
+    `gram [K, K]` is the sum of x^T x; `mean_abs`, `max_abs` `[K]`; `magnitudes` is a histogram over all of x;
+    `rows [R, K]` are rows of x themselves, as many of every sample, drawn at random.
     `producer` is the module whose output x is, such as a norm, as a dotted name inside the layer (`None`: x is
     computed from several).
     """
@@ -33,6 +34,7 @@ class InputGroup:
     num_rows: int = 0
     consumers: list[str] = field(default_factory=list)
     magnitudes: Magnitudes | None = None
+    rows: Tensor | None = None
 
     @property
     def mean_abs(self) -> Tensor:
@@ -45,8 +47,10 @@ class InputGroup:
             self.gram = self.gram / scale / scale[:, None]
         self.sum_abs = None if self.sum_abs is None else self.sum_abs / scale
         self.max_abs = None if self.max_abs is None else self.max_abs / scale
+        self.rows = None if self.rows is None else self.rows / scale
 
-    def add(self, x: Tensor, want_gram: bool) -> None:
+    def add(self, x: Tensor, want_gram: bool, num_kept: int = 0) -> None:
+        """One sample's x; `num_kept` of its rows stay."""
         rows = x.detach().reshape(-1, x.shape[-1]).float()
         if not rows.shape[0]:  # an expert that no token of the sample chose
             return
@@ -59,14 +63,26 @@ class InputGroup:
             self.magnitudes.add(rows)
         if want_gram:
             self.gram = rows.t() @ rows if self.gram is None else self.gram.addmm_(rows.t(), rows)
+        if num_kept:
+            self._keep(rows, num_kept)
+
+    def _keep(self, rows: Tensor, number: int) -> None:
+        drawn = torch.randperm(len(rows), generator=torch.Generator().manual_seed(self.num_rows))[:number]
+        kept = rows[drawn.to(rows.device)]
+        self.rows = kept if self.rows is None else torch.cat([self.rows, kept])
 
 
 def observe(
-    layer: CalibrationLayer, linears: Sequence[FoundLinear], *, gram: bool, magnitudes: bool = False
+    layer: CalibrationLayer,
+    linears: Sequence[FoundLinear],
+    *,
+    gram: bool,
+    magnitudes: bool = False,
+    rows: int = 0,
 ) -> list[InputGroup]:
     """Run all samples through the layer; the groups come in the order in which they are reached.
 
-    `magnitudes` asks for the histogram that static scales are chosen from.
+    `magnitudes` asks for the histogram that static scales are chosen from, `rows` for about so many rows of x.
 
     Raises `UserError` naming a linear that no sample reaches, or whose inputs are not finite.
     """
@@ -79,7 +95,8 @@ def observe(
         )
     for group in groups:
         group.magnitudes = Magnitudes() if magnitudes else None
-    hooks = [_hook(group.linears[0].module, _adder(group, gram)) for group in groups]
+    num_kept = -(-rows // layer.num_samples)
+    hooks = [_hook(group.linears[0].module, _adder(group, gram, num_kept)) for group in groups]
     with _removed(hooks):
         layer.run()
     for group in groups:
@@ -87,8 +104,8 @@ def observe(
     return groups
 
 
-def _adder(group: InputGroup, gram: bool) -> Callable[[Tensor], None]:
-    return lambda x: group.add(x, gram)
+def _adder(group: InputGroup, gram: bool, num_kept: int) -> Callable[[Tensor], None]:
+    return lambda x: group.add(x, gram, num_kept)
 
 
 def _hook(module: nn.Module, see: Callable[[Tensor], None]) -> Any:

@@ -147,7 +147,11 @@ class AwqOptions(CalibratedOptions, frozen=True, kw_only=True):
 
 class SmoothQuantOptions(CalibratedOptions, frozen=True, kw_only=True):
     alpha: Annotated[
-        float, Meta(ge=0, le=1, description="share of the difficulty that moves from activations to weights")
+        Annotated[float, Meta(ge=0, le=1)] | Literal["search"],
+        Meta(
+            description="share of the difficulty that moves from activations to weights; search: for every input the "
+            "one of 0, 0.05 ... 1 (or no scaling) whose rounded outputs err least on calibration samples"
+        ),
     ] = 0.5
     fold: Annotated[
         Literal["norms", "all"],

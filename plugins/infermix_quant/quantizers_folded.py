@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Any
@@ -21,6 +22,7 @@ from infermix_quant.linear_grouped import QuantLinear
 from infermix_quant.linear_int8 import INT8_MAX, Int8Linear, int8_weight
 from infermix_quant.observe import InputGroup, observe
 from infermix_quant.options import AwqOptions, SmoothQuantOptions
+from infermix_quant.smooth import SEARCH_ROWS, search_alpha, smooth_scale
 from infermix_quant.static_scales import described_activations, peaks_of, round_int8_at, static_scale
 
 
@@ -29,6 +31,8 @@ class FoldedQuantizer:
 
     name = method = ""
     gram = norms_only = False
+    #: Rows of every input that `scale` wants to see.
+    num_rows = 0
     precision_bits: float | None = None
 
     def __init__(self, options: AwqOptions | SmoothQuantOptions) -> None:
@@ -50,7 +54,7 @@ class FoldedQuantizer:
         folded = total = 0
         for layer in walk_layers(model, common.samples_of(context, self.name), context.progress):
             inside = [linear for linear in found if linear.name.startswith(f"{layer.name}.")]
-            groups = observe(layer, inside, gram=self.gram)
+            groups = observe(layer, inside, gram=self.gram, rows=self.num_rows)
             done, of = fold_each(layer, groups, self.scale, norms_only=self.norms_only)
             self.folded(layer, inside)
             folded, total = folded + done, total + of
@@ -60,7 +64,7 @@ class FoldedQuantizer:
             found = [linear for linear in found if linear.name not in made]  # frees the old weights of this layer
         outside = tuple(linear.name for linear in found)
         errors = {"mean_output_error": fmean(self._errors)} if self._errors else {}
-        details = {"folded_inputs": folded, "inputs": total, **errors}
+        details = {"folded_inputs": folded, "inputs": total, **errors, **self.chosen()}
         return common.report(self.method, made, (*skipped, *outside), details, self.precision_bits)
 
     def _convert(self, groups: Sequence[InputGroup]) -> Iterator[tuple[str, QuantLinear]]:
@@ -72,6 +76,10 @@ class FoldedQuantizer:
     def form(self) -> str:
         """The format of the checkpoint that is kept."""
         return ""
+
+    def chosen(self) -> Mapping[str, Any]:
+        """What a search found, for the record."""
+        return {}
 
     def check(self, found: Sequence[FoundLinear]) -> None:
         """Raises `UserError` before anything is converted."""
@@ -127,18 +135,23 @@ class AwqQuantizer(FoldedQuantizer):
 
 
 class SmoothQuantQuantizer(FoldedQuantizer):
-    """Xiao et al., "SmoothQuant" (2022), equation 4: s = max|x|^alpha / max|w|^(1 - alpha); x / s meets s w."""
+    """int8 linears whose inputs were smoothed (`infermix_quant.smooth`)."""
 
     name = "smoothquant"
     precision_bits = 7.0  # magnitudes of activations
 
     def __init__(self, options: SmoothQuantOptions) -> None:
         super().__init__(options)
-        self._alpha, self._choice, self.norms_only = options.alpha, options, options.fold == "norms"
+        self._choice, self.norms_only = options, options.fold == "norms"
+        self.num_rows = SEARCH_ROWS if options.alpha == "search" else 0
+        self._alphas: Counter[str] = Counter()
         self._peaks: dict[str, float] = {}
-        activations = described_activations(options)
-        folds = "" if self.norms_only else ", folded into linears too"
-        self.method = f"smoothquant w8a8 int8 per channel, activations {activations}, alpha {options.alpha:g}{folds}"
+        self.method = (
+            f"smoothquant w8a8 int8 per channel, activations {described_activations(options)}, {_described(options)}"
+        )
+
+    def chosen(self) -> Mapping[str, Any]:
+        return {"alphas": dict(sorted(self._alphas.items()))} if self._alphas else {}
 
     def folded(self, layer: CalibrationLayer, linears: Sequence[FoundLinear]) -> None:
         """Static scales are those of the inputs as they are now."""
@@ -148,12 +161,24 @@ class SmoothQuantQuantizer(FoldedQuantizer):
 
     def scale(self, group: InputGroup, fold: Fold) -> Tensor | None:
         assert group.max_abs is not None
-        largest = torch.stack([linear.weight.float().abs().amax(dim=0) for linear in group.linears]).amax(dim=0)
-        scale = group.max_abs.clamp_min(1e-5).pow(self._alpha) / largest.clamp_min(1e-5).pow(1 - self._alpha)
-        return scale.clamp(1e-5, 1e5)
+        weights, alpha = [linear.weight for linear in group.linears], self._choice.alpha
+        return self._searched(group, weights) if alpha == "search" else smooth_scale(group.max_abs, weights, alpha)
+
+    def _searched(self, group: InputGroup, weights: Sequence[Tensor]) -> Tensor | None:
+        assert group.max_abs is not None
+        assert group.rows is not None
+        found = search_alpha(group.rows, group.max_abs, weights, static=self._choice.activations == "tensor")
+        self._errors.append(found.error)
+        self._alphas["none" if found.alpha is None else f"{found.alpha:g}"] += 1
+        return None if found.alpha is None else found.scale
 
     def make(self, linear: FoundLinear, group: InputGroup) -> QuantLinear:
         weight, scale = int8_weight(linear.weight)
         peak = self._peaks.get(linear.name)
         fixed = None if peak is None else static_scale(peak, INT8_MAX, linear)
         return Int8Linear(weight, scale, linear.bias, fixed)
+
+
+def _described(options: SmoothQuantOptions) -> str:
+    alpha = "searched per input" if options.alpha == "search" else f"{options.alpha:g}"
+    return f"alpha {alpha}{'' if options.fold == 'norms' else ', folded into linears too'}"

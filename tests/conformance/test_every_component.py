@@ -59,7 +59,12 @@ VARIANTS: dict[tuple[Role, str], list[dict[str, Any]]] = {
         {"bits": 2, "group_size": 32, "symmetric": False},
     ],
     (Role.QUANTIZER, "awq"): [{"bits": 3, "group_size": 32, "symmetric": True}, {"bits": 8, "clip": False}],
-    (Role.QUANTIZER, "smoothquant"): [{"alpha": 0.0}, {"alpha": 1.0}, {"activations": "tensor", "observer": "mse"}],
+    (Role.QUANTIZER, "smoothquant"): [
+        {"alpha": 0.0},
+        {"alpha": 1.0},
+        {"activations": "tensor", "observer": "mse"},
+        {"alpha": "search", "fold": "all"},
+    ],
     (Role.QUANTIZER, "int8"): [{"activations": "tensor"}],
     (Role.QUANTIZER, "hqq"): [{"bits": bits, "group_size": 32} for bits in (2, 3, 8)] + [{"iterations": 0}],
     (Role.QUANTIZER, "nf4"): [{"double_quant": True}, {"block_size": 128}],
