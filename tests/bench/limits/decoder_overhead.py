@@ -158,8 +158,9 @@ def foreign_calls(engine: Any) -> list[tuple[Any, str]]:
     found: list[tuple[Any, str]] = [(runner, "forward") for runner in runners]
     found += [(each, name) for each in samplers for name in ("sample", "sample_rows", "probabilities")]
     drafter = getattr(decoder, "_drafter", None)
-    if hasattr(drafter, "_guesses"):
-        found += _replays(drafter._guesses, drafter._guesses._heads)
+    guesses = getattr(drafter, "_guesses", None)
+    if hasattr(guesses, "_heads"):
+        found += _replays(guesses, guesses._heads)
     if hasattr(drafter, "_rounds"):
         found += _replays(drafter._rounds, drafter._rounds.guess)
         found += _replays(drafter._together, drafter._together.extension)
