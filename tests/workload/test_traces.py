@@ -156,6 +156,9 @@ def test_too_long_is_refused_clipped_or_skipped_and_counted(load: Load) -> None:
         ("TIMESTAMP,ContextTokens,GeneratedTokens\nyesterday,1,1\n", "t:2: 'TIMESTAMP' is 'yesterday'"),
         ('{"TIMESTAMP": 5, "ContextTokens": 1, "GeneratedTokens": 1}\n', "t:1: 'TIMESTAMP' is 5"),
         ("arrival_s,input_tokens,output_tokens\n0,1," + "5" * 200_000 + "\n", "t:2: not CSV: field larger"),
+        ("arrival_s,input_tokens,output_tokens,output_tokens\n0,1,2,3\n", "t:1: 2 columns are called 'output"),
+        ("arrival_s,input_tokens,output_tokens\n0,1,024,5\n", "t:2: there are more values than columns"),
+        (mooncake((0, 6, True, [1])), "t:1: 'output_length' is True"),
         ('{"timestamp": 0\n', "t:1: not JSON"),
         (mooncake((0, 600, 1, [1])), "t:1: 1 hash ids for a prompt of 600 tokens in blocks of 512"),
         (mooncake((0, 6, 1, ["a"])), r"t:1: 'hash_ids' is \['a'\], not a list of whole numbers"),
@@ -208,6 +211,19 @@ def test_skipped_rows_are_counted_by_reason(load: Load) -> None:
     reasons = {"out_of_order": 1, "missing_value": 1, "no_tokens": 1, "not_a_number": 1}
     assert workload.counts == {"rows": 7, "requests": 3, "tick_s": 0, **reasons}
     assert workload.counts["rows"] == workload.counts["requests"] + sum(reasons.values())
+
+
+def test_an_index_without_a_name_is_no_category(load: Load) -> None:
+    """The first column of what pandas writes; a comma at the end of a row is no value."""
+    workload = load(",arrival_s,input_tokens,output_tokens\n0,0,5,1\n1,3,6,2,\n")
+    assert shapes(workload) == [(0.0, 5, 1), (3.0, 6, 2)]
+    assert {request.category for request in workload.requests(0)} == {""}
+
+
+def test_rows_with_a_thousands_separator_are_counted(load: Load) -> None:
+    workload = load("arrival_s,input_tokens,output_tokens\n0,5,1\n1,1,024,5\n", bad_rows="skip")
+    assert workload.counts["too_many_values"] == 1
+    assert shapes(workload) == [(0.0, 5, 1)]
 
 
 def test_check_reads_the_file_before_a_run(tmp_path: Path) -> None:

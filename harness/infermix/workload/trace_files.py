@@ -131,6 +131,9 @@ def _lines(path: Path, file: Iterable[str]) -> Iterator[tuple[int, str]]:
 
 Records = Iterator[tuple[int, Mapping[str, Any]]]
 
+#: What a row of a CSV file has behind the last column, as `1,024` does to all columns behind it.
+_BEYOND = "\0beyond"
+
 
 def _records(path: Path, lines: Iterator[tuple[int, str]], wanted: str) -> tuple[str, Records]:
     """Format and records with their line; the first line that is not blank decides."""
@@ -157,6 +160,7 @@ def _format_of(columns: list[str], wanted: str, where: str) -> str:
     candidates = FORMATS if wanted == "auto" else {wanted: FORMATS[wanted]}
     for name, form in candidates.items():
         if set(form.columns) <= set(columns):
+            _refuse_twins(columns, form, where)
             return name
     known = "; ".join(f"{name}: {', '.join(form.columns)}" for name, form in candidates.items())
     missing = [column for column in FORMATS[wanted].columns if column not in columns] if wanted != "auto" else []
@@ -166,11 +170,20 @@ def _format_of(columns: list[str], wanted: str, where: str) -> str:
     )
 
 
+def _refuse_twins(columns: list[str], form: Format, where: str) -> None:
+    twins = next((column for column in (*form.columns, form.category) if column and columns.count(column) > 1), None)
+    if twins is not None:
+        hint = "leave all but one of them out"
+        raise UserError(f"{columns.count(twins)} columns are called {twins!r}", where=where, hint=hint)
+
+
 def _csv_records(path: Path, header: list[str], lines: Iterator[tuple[int, str]]) -> Records:
     for number, text in lines:
         if not text.strip():
             continue
-        yield number, dict(zip(header, _cells(path, number, text), strict=False))
+        cells = _cells(path, number, text)
+        record: dict[str, Any] = dict(zip(header, cells, strict=False))
+        yield number, {**record, _BEYOND: more} if (more := "".join(cells[len(header) :]).strip()) else record
 
 
 def _cells(path: Path, number: int, text: str) -> list[str]:
@@ -227,6 +240,8 @@ class _BadRow(Exception):
 
 
 def _row(number: int, record: Mapping[str, Any], form: Format, block_tokens: int) -> Row:
+    if _BEYOND in record:
+        raise _BadRow("too_many_values", f"there are more values than columns, the last being {record[_BEYOND]!r}")
     for column in form.columns:
         if record.get(column) in (None, ""):
             raise _BadRow("missing_value", f"there is no {column!r}")
@@ -238,11 +253,18 @@ def _row(number: int, record: Mapping[str, Any], form: Format, block_tokens: int
         if tokens < 1:
             raise _BadRow("no_tokens", f"{column!r} is {tokens}, a request needs at least one token")
     hash_ids = _hash_ids(record[form.hash_ids], inputs, block_tokens) if form.hash_ids else ()
-    return Row(number, time_s, inputs, outputs, hash_ids, str(record.get(form.category, "")))
+    return Row(number, time_s, inputs, outputs, hash_ids, _category(record, form))
+
+
+def _category(record: Mapping[str, Any], form: Format) -> str:
+    """Empty for a format that has none, whatever stands in a column without a name."""
+    return str(record.get(form.category) or "") if form.category else ""
 
 
 def _number(read: Callable[[Any], Any], record: Mapping[str, Any], column: str) -> Any:
     try:
+        if isinstance(record[column], bool):
+            raise TypeError(record[column])
         return read(record[column])
     except (ValueError, TypeError, OverflowError):
         raise _BadRow("not_a_number", f"{column!r} is {record[column]!r}") from None
