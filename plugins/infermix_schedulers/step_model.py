@@ -9,6 +9,8 @@ from infermix.roles.scheduler import Plan
 
 #: Measured steps that are looked back at, and how often the fit is made anew.
 WINDOW, REFIT_EVERY = 512, 32
+#: A limit that no step reaches allows so many tokens.
+MOST_TOKENS = 2**62
 
 
 class StepModel:
@@ -45,7 +47,7 @@ class StepModel:
         base, per_token = self.predict(num_seqs, 0, context_tokens), float(self._margin * self._coefficients[2])
         if base is None or per_token <= 0:
             return None
-        return max(0, int((limit_s - base) / per_token))
+        return max(0, int(min((limit_s - base) / per_token, MOST_TOKENS)))
 
     def _fit(self) -> None:
         self._since_fit = 0

@@ -249,6 +249,13 @@ def test_slo_aware_fills_the_limit_and_keeps_it(tpot_s: float) -> None:
     assert steady[len(steady) // 2] >= 0.6 * tpot_s, "the limit is used, not only kept"
 
 
+def test_slo_aware_without_a_limit_to_speak_of_fills_the_budget() -> None:
+    server = Server(build("slo_aware", most=256, max_num_batched_tokens=256, tpot_s=1e308, ttft_s=1e308))
+    server.add(*(sequence(index, 40 + index % 7, 60) for index in range(400)))
+    plans = [server.step(_step_s) for _ in range(100)]
+    assert max(plan.num_new_tokens for plan in plans[50:]) == 256
+
+
 def test_slo_aware_lets_in_first_who_can_still_make_it() -> None:
     server = Server(build("slo_aware", most=1, ttft_s=5.0))
     server.add(sequence(0, 4, 1), *(sequence(index, 4, 1) for index in (1, 2)))
