@@ -31,7 +31,7 @@ from infermix.roles.evaluator import EvaluatorOptions
 from infermix.roles.facts import MachineFacts, ModelFacts, ResolvedSource
 from infermix.roles.quantizer import QuantizerOptions
 from infermix.roles.workload import WorkloadOptions
-from infermix.spec.experiment import DEFAULT_PARTS, Cell, Limits, Measure, ModelSource, Use
+from infermix.spec.experiment import DEFAULT_PARTS, Cell, Experiment, Measure, ModelSource, Use
 from infermix.spec.load import Sweep
 from infermix.spec.validate import Locate, Report, check_struct, nowhere
 from infermix.spec.yaml_marks import KeyPath
@@ -278,7 +278,7 @@ class _Planner:
         decoders = [choice for choice in (chosen.parts.get(Role.DECODER), *chosen.inner) if choice is not None]
         second, unfit = self._drafts.beside(decoders, Path(experiment.base), facts)
         choices = {Role.ENGINE: chosen.engine, **chosen.parts, Role.WORKLOAD: chosen.workload}
-        limits = _stated_limits(experiment.limits)
+        limits = _stated_limits(experiment)
         matched = match(choices, chosen.evaluators, facts, machine, chosen.transforms, limits, chosen.inner)
         parts = {role: matched.choices[role] for role in chosen.parts}
         sizes = self._fitter.fit(
@@ -332,9 +332,13 @@ def resolve_dtype(asked: str, native: str, source: ResolvedSource, device: str) 
     return "bfloat16" if native == "float32" and device != "cpu" else native
 
 
-def _stated_limits(limits: Limits) -> Features:
-    """What parts may need of the experiment's limits: `limits:KEY` for every optional one that is set."""
-    return frozenset(f"limits:{name}" for name, value in msgspec.structs.asdict(limits).items() if value is not None)
+def _stated_limits(experiment: Experiment) -> Features:
+    """What parts may need, or not keep, of the experiment's limits: `limits:KEY` for every optional one that is set,
+    `goodput:KEY` for those on single requests."""
+    stated = {
+        f"limits:{name}" for name, value in msgspec.structs.asdict(experiment.limits).items() if value is not None
+    }
+    return frozenset(stated | {f"goodput:{name}" for name in experiment.measure.goodput})
 
 
 def _unavailable(chosen: _Chosen) -> list[str]:

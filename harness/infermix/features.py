@@ -61,6 +61,10 @@ _MEANINGLESS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("decoder:search", "workload:stop_texts"), "a search knows stop tokens only: use stop_token_ids"),
     (("decoder:search", "workload:repetition_penalty"), "a search applies no repetition penalty: set it to 1"),
     (("engine:simulated", "scheduler:swap"), "the time of swaps is not simulated: use preemption: recompute"),
+    (
+        ("engine:no_token_times", "goodput:itl_s"),
+        "no request can be held to measure.goodput.itl_s without times of its tokens: set engine.detail to tokens",
+    ),
     (("engine:hands_over", "kv:state"), "states of recurrent layers are not handed over from worker to worker"),
     (("engine:hands_over", "decoder:search"), "rows of a search are not handed over from worker to worker"),
     (
@@ -99,8 +103,8 @@ def match(
 ) -> Match:
     """Check a mix. `choices` and `transforms` come back with `via` filled in; `model.dtype` is the cell's dtype.
 
-    `inner` are decoders inside the decoder: what they need is checked, too. `limits` are features `limits:KEY`, one
-    for each limit that the experiment states.
+    `inner` are decoders inside the decoder: what they need is checked, too. `limits` are features `limits:KEY`
+    and `goodput:KEY`, one for each limit that the experiment states.
     """
     rules = _Rules(choices, transforms, model, machine, limits)
     problems: list[str] = list(rules.model_problems())

@@ -12,6 +12,7 @@ import pytest
 from fake_parts import GPU, MACHINE, catalogue, write_config
 from infermix.compose import CellPlan, compose
 from infermix.errors import UserError
+from infermix.plugins import load_catalogue
 from infermix.roles.component import Role
 from infermix.roles.facts import MachineFacts
 from infermix.spec.experiment import Measure
@@ -126,6 +127,21 @@ def test_a_mix_that_cannot_run_is_invalid_with_its_reason(plan: Plan, text: str,
     (only,) = plan(text + "\n", head=head)
     assert not only.runs
     assert reason in only.reasons
+
+
+def test_limits_on_single_gaps_are_refused_before_a_simulation_without_them(tmp_path: Path) -> None:
+    """Else a simulation of hours would end with the error, and take the cells behind it along."""
+    write_config(tmp_path)
+    path = tmp_path / "x.yaml"
+    path.write_text(
+        "model: {source: tiny.json, weights: dummy}\nworkload: {use: synthetic, input_tokens: 8, output_tokens: 8}\n"
+        "measure: {goodput: {itl_s: 0.1}}\n"
+        "sweep: {engine: [{use: simulated}, {use: simulated, detail: tokens}, native]}\n",
+        encoding="utf-8",
+    )
+    simulated, detailed, native = compose(load_experiment(path), load_catalogue(), machine=MACHINE)
+    assert any("measure.goodput.itl_s without times of its tokens" in reason for reason in simulated.reasons)
+    assert not [reason for each in (detailed, native) for reason in each.reasons if "itl_s" in reason]
 
 
 def test_model_features_are_asked_of_the_attention_backend(plan: Plan) -> None:

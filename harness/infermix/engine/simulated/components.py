@@ -15,6 +15,8 @@ from infermix.roles.facts import Ceilings, MachineFacts, ModelFacts
 
 #: Feature of an engine whose time is virtual: its records are marked, and never share a table with measured ones.
 SIMULATED = "engine:simulated"
+#: Feature of an engine that tells the first and the last token of a request, not when those between came.
+NO_TOKEN_TIMES = "engine:no_token_times"
 
 
 class SimulatedOptions(ReplicaOptions, frozen=True):
@@ -35,7 +37,7 @@ class SimulatedOptions(ReplicaOptions, frozen=True):
         Annotated[
             float,
             Meta(
-                gt=0,
+                ge=1,
                 description="without a calibration: bandwidth of a device that is not here; null: this machine's",
                 extra={"unit": "bytes/s"},
             ),
@@ -43,7 +45,7 @@ class SimulatedOptions(ReplicaOptions, frozen=True):
         | None
     ) = None
     flops_per_s: (
-        Annotated[float, Meta(gt=0, description="likewise, its products", extra={"unit": "FLOP/s"})] | None
+        Annotated[float, Meta(ge=1, description="likewise, its products", extra={"unit": "FLOP/s"})] | None
     ) = None
     memory_bytes: (
         Annotated[
@@ -52,10 +54,11 @@ class SimulatedOptions(ReplicaOptions, frozen=True):
         | None
     ) = None
     efficiency: Annotated[
-        float, Meta(gt=0, le=1, description="without a calibration: share of the roofline that steps reach")
+        float, Meta(ge=1e-6, le=1, description="without a calibration: share of the roofline that steps reach")
     ] = 0.6
     overhead_s: Annotated[
-        float, Meta(ge=0, description="without a calibration: what every step takes besides", extra={"unit": "s"})
+        float,
+        Meta(ge=0, le=1e6, description="without a calibration: what every step takes besides", extra={"unit": "s"}),
     ] = 0.0005
     detail: Annotated[
         Literal["requests", "tokens"],
@@ -99,7 +102,8 @@ def _build(options: SimulatedOptions, context: Any) -> Any:
 
 
 def _provides(options: SimulatedOptions, model: ModelFacts, machine: MachineFacts) -> Features:
-    return frozenset({SIMULATED, "engine:parts"})
+    untimed = {NO_TOKEN_TIMES} if options.detail == "requests" else set()
+    return frozenset({SIMULATED, "engine:parts", *untimed})
 
 
 COMPONENTS = (
