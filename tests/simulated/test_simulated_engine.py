@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
+from infermix.engine.simulated.components import SimulatedOptions
 from infermix.errors import UserError
 from infermix.measure.metrics import repeat_figures
 from infermix.measure.repeat import simulate_repeat
@@ -174,3 +176,11 @@ def test_requests_that_no_replica_holds_are_refused_and_counted() -> None:
     empty = Request(request_id="empty", prompt_ids=())
     repeat = simulate_repeat(simulated(), [long, empty, *load(2, 1.0)], None)
     assert [bool(sample.error) for sample in repeat.requests] == [True, True, False, False]
+
+
+@pytest.mark.parametrize(
+    "option", [{"overhead_s": 1e300}, {"efficiency": 1e-300}, {"bytes_per_s": 1e-300}, {"flops_per_s": 1e-300}]
+)
+def test_steps_end_within_a_time_that_there_is(option: dict[str, float]) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert(option, SimulatedOptions)

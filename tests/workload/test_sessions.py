@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
+import msgspec
 import pytest
 from infermix.errors import UserError
 from infermix.workload.assemble import PreparedWorkload
@@ -57,3 +58,9 @@ def test_lengths_and_thinking_can_be_drawn(make_context: Any) -> None:
 def test_a_session_that_could_outgrow_the_model_is_refused(make_context: Any) -> None:
     with pytest.raises(UserError, match="a session of 12 turns may grow to 108 tokens, but a sequence of this model"):
         load(make_context(), turns=12)
+
+
+def test_nobody_thinks_for_ever() -> None:
+    """Times behind it would not fit into nanoseconds, or nobody would live to see the end."""
+    with pytest.raises(msgspec.ValidationError, match="<= 1000000"):
+        msgspec.convert({"think_s": 1e300}, SessionsOptions)

@@ -114,9 +114,9 @@ class SessionsOptions(RequestOptions, frozen=True, kw_only=True):
     ] = 0
     input_tokens: Annotated[Length, Meta(description="tokens that a turn adds, a number or a distribution")] = 64
     output_tokens: Annotated[Length, Meta(description="length of an answer, a number or a distribution")] = 64
-    think_s: Annotated[float, Meta(ge=0, description="mean time from an answer to the next turn", extra=SECONDS)] = (
-        1.0
-    )
+    think_s: Annotated[
+        float, Meta(ge=0, le=1e6, description="mean time from an answer to the next turn", extra=SECONDS)
+    ] = 1.0
     think_exponential: Annotated[bool, Meta(description="draw it from an exponential distribution")] = False
     ignore_eos: Annotated[bool, Meta(description="go on after the end of sequence")] = True
 
