@@ -124,6 +124,26 @@ def test_times_that_run_backwards_or_stand_still_are_refused(tmp_path: Path, val
         read_step_times(tmp_path / "c")
 
 
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"per_step": {"weight_bytes": 1e7}}, "c: conditions.per_step has weight_bytes, not weight"),
+        ({"per_step": {**PER_STEP, "extra": 1.0}}, "c: conditions.per_step has extra, flops_per_pair"),
+        ({"per_step": {**PER_STEP, "weight_bytes": -1e7}}, "c: 'weight_bytes' is -1e\\+07, not above 0"),
+        ({"machine": msgspec.structs.replace(MACHINE, copy_bytes_per_s=-1.0)}, "c: 'copy_bytes_per_s' is -1, not"),
+    ],
+)  # fmt: skip
+def test_a_roofline_that_was_edited_is_told(tmp_path: Path, change: dict[str, Any], told: str) -> None:
+    """Else the time of steps would be negative, or the cell end in a TypeError."""
+    good = made()
+    write_step_times(msgspec.structs.replace(good, conditions=conditions(**change)), tmp_path / "c")
+    with pytest.raises(UserError, match=told):
+        read_step_times(tmp_path / "c")
+    without = conditions(per_step={**PER_STEP, "kv_bytes_per_token": 0.0, "flops_per_pair": 0.0})
+    write_step_times(msgspec.structs.replace(good, conditions=without), tmp_path / "c")
+    read_step_times(tmp_path / "c")  # a model without attention
+
+
 def test_too_few_steps_are_refused() -> None:
     with pytest.raises(UserError, match="3 steps were measured, at least 100"):
         make_step_times([(1, 1, 1, 0, 0.1)] * 3, conditions(), "", [])

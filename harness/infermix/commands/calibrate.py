@@ -112,6 +112,7 @@ def _kind(record: Record) -> dict[str, Any]:
 
 def _per_step(plan: CellPlan, machine: Any, record: Record) -> dict[str, float]:
     """Bytes and FLOPs of the mix, without the ceilings of the machine."""
+    from infermix.cost.calibration_file import PER_STEP
     from infermix.cost.step_model import roofline
     from infermix.roles.component import Role
 
@@ -124,8 +125,7 @@ def _per_step(plan: CellPlan, machine: Any, record: Record) -> dict[str, float]:
     )  # fmt: skip
     if found is None:
         return {}
-    names = ("weight_bytes", "kv_bytes_per_token", "flops_per_token", "flops_per_pair")
-    return {name: getattr(found, name) for name in names}
+    return {name: getattr(found, name) for name in PER_STEP}
 
 
 def _told(found: StepTimes, path: Path) -> str:

@@ -19,6 +19,10 @@ STEP_TIMES_VERSION = 1
 LEAST_STEPS = 100
 #: No part of a step takes longer.
 MOST_COEFFICIENT_S = 1e6
+#: The figures of `Roofline` that a machine's ceilings are not.
+PER_STEP = ("weight_bytes", "kv_bytes_per_token", "flops_per_token", "flops_per_pair")
+#: Of models without attention, or without KV.
+_MAY_BE_ZERO = frozenset({"kv_bytes_per_token", "flops_per_pair"})
 
 
 class Machine(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -141,7 +145,20 @@ def read_step_times(path: Path) -> StepTimes:
     if wrong is not None or not any(found.coefficients.values()):
         told = f"coefficient {wrong!r} is {found.coefficients[wrong]:g} s" if wrong else "all coefficients are 0"
         raise UserError(f"{told}, so steps would take no time that there is", where=str(path), hint="calibrate again")
+    _check_roofline(found.conditions, path)
     return found
+
+
+def _check_roofline(conditions: Conditions, path: Path) -> None:
+    """Its figures are all there (or none), and no step takes no time: times are scaled by them."""
+    figures, machine = conditions.per_step, conditions.machine
+    if figures and set(figures) != set(PER_STEP):
+        told = f"conditions.per_step has {', '.join(sorted(figures))}, not {', '.join(PER_STEP)}"
+        raise UserError(told, where=str(path), hint="calibrate again")
+    ceilings = {"copy_bytes_per_s": machine.copy_bytes_per_s, **machine.matmul_flops_per_s}
+    for name, value in {**figures, **ceilings}.items():
+        if value is not None and (value < 0 or (value == 0 and name not in _MAY_BE_ZERO)):
+            raise UserError(f"{name!r} is {value:g}, not above 0", where=str(path), hint="calibrate again")
 
 
 def machine_of_facts(machine: MachineFacts) -> Machine:
