@@ -18,13 +18,19 @@ from infermix_disaggregated.transfer import discard, place, receive
 
 #: How long an idle step waits for the other process.
 _WAIT_S = 0.002
+#: Counters of which the record gives the sum of both workers: prefixes are looked up where prompts are computed.
+_OF_BOTH = (
+    "prefix_queries", "prefix_queried_tokens", "prefix_hits", "prefix_hit_tokens", "prefix_kept_tokens",
+    "resumed_hit_tokens", "prefix_evicted_blocks", "kv_copied_blocks", "preemptions",
+)  # fmt: skip
 
 
 class DisaggregatedEngine:
     """A prompt is computed by the prefill worker; with its first token its KV comes here, and decoding goes on.
 
     KV that finds no room here waits where it lies. The first token is reported when it arrives. The tokens are those
-    of one engine: draws depend on seed and position alone.
+    of one engine: draws depend on seed and position alone. Counters are those of this process, the other one's are
+    called `prefill_NAME`; what a prefix cache found, and preemptions, are of both together.
     """
 
     def __init__(
@@ -43,6 +49,7 @@ class DisaggregatedEngine:
     def _zero(self) -> None:
         names = ("handovers", "handover_bytes", "handover_export_s", "handover_import_s", "handover_waits")
         self._counters = dict.fromkeys(names, 0.0)
+        self._of_prompts: dict[str, float] = {}
 
     def submit(self, request: Request) -> None:
         if request.sampling.num_outputs > 1:
@@ -66,6 +73,7 @@ class DisaggregatedEngine:
         return events
 
     def _first(self, reply: Computed) -> TokenEvent:
+        self._of_prompts = reply.counters or self._of_prompts
         reason = FinishReason.STOP if reply.stopped else None
         if not reply.stopped and reply.parcel is None:
             reason = FinishReason.LENGTH
@@ -103,7 +111,12 @@ class DisaggregatedEngine:
         return scores
 
     def report(self) -> EngineReport:
-        self._report.counters = {**self._decode.report().counters, **self._counters}
+        counters = {**self._decode.report().counters, **self._counters}
+        for name, value in self._of_prompts.items():
+            counters[f"prefill_{name}"] = value
+            if name in _OF_BOTH:
+                counters[name] = counters.get(name, 0.0) + value
+        self._report.counters = counters
         self._report.executed["engine"]["handover"] = {**self._way, "workers": 2}
         return self._report
 

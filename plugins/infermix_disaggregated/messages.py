@@ -77,13 +77,14 @@ class Parcel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Computed(msgspec.Struct, tag="computed", kw_only=True):
-    """A prompt's first token, and its KV (none where it ended with it)."""
+    """A prompt's first token, and its KV (none where it ended with it); `counters` are the worker's own so far."""
 
     request_id: str
     token: int
     stopped: bool
     parcel: Parcel | None = None
     export_s: float = 0.0
+    counters: dict[str, float] = {}
 
 
 class Probed(msgspec.Struct, tag="probed"):

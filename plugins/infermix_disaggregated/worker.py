@@ -59,8 +59,11 @@ class Worker:
         sampling = replace(request.sampling, max_new_tokens=1, min_new_tokens=min(1, request.sampling.min_new_tokens))
         self.engine.submit(replace(request, sampling=sampling))
 
-    def step(self) -> list[Reply]:
-        return [self._reply(event) for event in self.engine.step()]
+    def step(self) -> list[Computed]:
+        replies = [self._reply(event) for event in self.engine.step()]
+        if replies:
+            replies[-1].counters = dict(self.engine.report().counters)
+        return replies
 
     def _export(self, sequence: Sequence, reason: FinishReason) -> None:
         request = self._asked[sequence.request.request_id]

@@ -94,7 +94,9 @@ def test_two_workers_give_the_tokens_of_one_engine(build: Any) -> None:
     assert engine.report().executed["engine"]["handover"] == way
     decoded = sum(len(tokens) - 1 for tokens, _ in alone.values())
     assert counters["computed_tokens"] == decoded, "the decode worker computes no prompt"
+    assert counters["prefill_computed_tokens"] == sum(len(request.prompt_ids) for request in asked)
     engine.reset()
+    assert engine.report().counters.get("prefill_computed_tokens", 0) == 0
     assert outputs(engine, asked) == alone
     with pytest.raises(UserError, match="needs"):
         engine.submit(Request(request_id="long", prompt_ids=(7,) * 500))
@@ -107,6 +109,21 @@ def test_kv_that_finds_no_room_waits(build: Any) -> None:
     parts = {"kv": ("paged", {"block_size": 4}), "scheduler": ("continuous", {"max_num_seqs": 2})}
     engine = build("disaggregated", parts, kv_memory_bytes=2 * 80_000)
     assert outputs(engine, asked) == alone
+
+
+def test_what_the_prefix_cache_of_the_prefill_worker_found_is_counted(build: Any) -> None:
+    prompt = tuple(range(6, 70))
+    asked = [
+        Request(request_id=name, prompt_ids=prompt, sampling=SamplingParams(max_new_tokens=3, ignore_eos=True))
+        for name in ("first", "again")
+    ]
+    engine = build("disaggregated", {"kv": ("paged", {"block_size": 4, "prefix_cache": "radix"})})
+    for request in asked:
+        outputs(engine, [request])
+    counters = engine.report().counters
+    assert (counters["prefix_queries"], counters["prefix_queried_tokens"]) == (2, 2 * len(prompt))
+    assert counters["prefix_hits"] == 1
+    assert counters["prefill_computed_tokens"] == 2 * len(prompt) - counters["prefix_hit_tokens"]
 
 
 def test_both_workers_swap(build: Any) -> None:
