@@ -63,8 +63,9 @@ def test_both_ends_of_the_range_have_answers() -> None:
         ({"share": 0.0}, "the share must be above 0 and at most 1, not 0"),
         ({"low": 0.0}, "the lowest rate .0. must be above 0"),
         ({"low": 9.0, "high": 3.0}, "the lowest rate .9. must be above 0 and not above the highest .3."),
-        ({"tolerance": 0.0}, "the tolerance must be above 0"),
-        ({"tolerance": float("nan")}, "the tolerance must be above 0"),
+        ({"tolerance": 0.0}, "the tolerance must be at least 1e-06"),
+        ({"tolerance": 1e-17}, "the tolerance must be at least 1e-06"),
+        ({"tolerance": float("nan")}, "the tolerance must be at least 1e-06"),
     ],
 )
 def test_bounds_that_make_no_sense(options: dict[str, float], fault: str) -> None:

@@ -14,6 +14,9 @@ from infermix.record.record import Repeat
 #: Runs a rate (requests/s) so many times with independent draws; returns the goodput share of each repeat.
 Probe = Callable[[float, int], Sequence[float]]
 
+#: Below, the two rates would come so close that no number lies between them, and the search never end.
+LEAST_TOLERANCE = 1e-6
+
 
 @dataclass(frozen=True)
 class Trial:
@@ -112,7 +115,7 @@ def _check(share: float, low: float, high: float, tolerance: float, repeats: int
         raise UserError(f"the share must be above 0 and at most 1, not {share:g}")
     if not 0 < low <= high:
         raise UserError(f"the lowest rate ({low:g}) must be above 0 and not above the highest ({high:g})")
-    if not tolerance > 0:
-        raise UserError(f"the tolerance must be above 0, not {tolerance:g}")
+    if not tolerance >= LEAST_TOLERANCE:
+        raise UserError(f"the tolerance must be at least {LEAST_TOLERANCE:g}, not {tolerance:g}")
     if repeats < 1:
         raise UserError(f"at least one repeat is needed, not {repeats}")
