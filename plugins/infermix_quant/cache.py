@@ -27,7 +27,7 @@ from infermix_quant.formats import Unsaveable
 from infermix_quant.quantizer_checkpoint import read_linears
 
 #: Part of the key: raised when an algorithm or a format changes what comes out.
-_VERSION = 2
+_VERSION = 3
 _REPORT = "infermix_report.json"
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from infermix.errors import UserError
 from infermix.roles.quantizer import QuantizationReport, QuantizerContext
+from infermix.toolkit.layerwise import decoder_layers
 from infermix.toolkit.linears import FoundLinear, check_group_size, check_scales
 from torch import nn
 
@@ -20,6 +21,19 @@ def check_groups(found: Sequence[FoundLinear], group_size: int) -> None:
     """0 stands for whole rows. Raises `UserError` naming a layer that does not fit, and sizes that would."""
     if group_size:
         check_group_size(found, group_size)
+
+
+def inside_layers(model: nn.Module, found: Sequence[FoundLinear]) -> list[FoundLinear]:
+    """The linears that calibration reaches: those of decoder layers. Raises `UserError` when `skip` leaves none."""
+    prefixes = tuple(f"{name}." for name, _ in decoder_layers(model))
+    inside = [linear for linear in found if linear.name.startswith(prefixes)]
+    if not inside:
+        raise UserError(
+            f"skip leaves no linear of a decoder layer, only {found[0].name}, where nothing is calibrated",
+            key="parts.quantizer.skip",
+            hint=f"patterns that leave some linears of {prefixes[0]}*",
+        )
+    return inside
 
 
 def group_size_of(linear: FoundLinear, group_size: int) -> int:

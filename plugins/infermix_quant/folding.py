@@ -15,10 +15,12 @@ import torch
 from infermix.toolkit.layerwise import CalibrationLayer
 from torch import Tensor, nn
 
-from infermix_quant.observe import InputGroup
+from infermix_quant.observe import InputGroup, removed
 
-#: Relative to the layer's output. The scales of the proof are powers of two, which hardly round.
+#: Relative to a consumer's output. The scales of the proof are powers of two, which hardly round.
 _TOLERANCES = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+#: By how much softmax and the like may amplify that in the outputs of blocks. A wrong fold changes them by half.
+_AMPLIFIED = 10
 #: (value-like, reader): linears by their last name, where the second reads channels of the first, scaled by the rest.
 _PAIRS = {"o_proj": "v_proj", "out_proj": "v_proj", "down_proj": "up_proj"}
 
@@ -91,16 +93,62 @@ def _pair_folds(modules: Mapping[str, nn.Module], group: InputGroup, consumers: 
 
 
 def _proved(layer: CalibrationLayer, fold: Fold, group: InputGroup) -> bool:
-    """Whether the layer computes the same with arbitrary scales folded in; leaves everything as it was."""
+    """Whether the layer computes the same with arbitrary scales folded in; leaves everything as it was.
+
+    What counts are the consumers' outputs, those of the blocks that they belong to, and what the layer adds: the sum
+    with a large residual, as Gemma's, would hide a wrong fold.
+    """
     weight = group.linears[0].weight
     draw = torch.Generator().manual_seed(0)
     scale = torch.exp2(torch.randint(-1, 2, (weight.shape[1],), generator=draw).float()).to(weight.device)
-    before = layer.output(0).double()
+    sample, before = _reached(layer, group.consumers)
     with restored([fold.source, *fold.consumers]):
         fold.apply(scale)
-        after = layer.output(0).double()
-    error = float((after - before).norm() / before.norm().clamp_min(1e-30))
-    return error <= _TOLERANCES[weight.dtype]
+        after = _outputs(layer, group.consumers, sample)
+    tolerance = _TOLERANCES[weight.dtype]
+    rounding = torch.finfo(weight.dtype).eps * float(layer.output(sample).double().norm())
+    return all(
+        _difference(after[name], value)
+        <= (tolerance if name in group.consumers else _AMPLIFIED * tolerance) * float(value.norm())
+        + (0 if name else rounding)
+        for name, value in before.items()
+    )
+
+
+def _reached(layer: CalibrationLayer, consumers: Sequence[str]) -> tuple[int, dict[str, Tensor]]:
+    """The first sample that reaches all consumers (experts are not always), with its outputs."""
+    for sample in range(layer.num_samples):
+        found = _outputs(layer, consumers, sample)
+        if all(name in found for name in consumers):
+            break
+    return sample, found
+
+
+def _outputs(layer: CalibrationLayer, consumers: Sequence[str], sample: int) -> dict[str, Tensor]:
+    """By name, fp64, of what was reached: consumers, the blocks around them, and as `""` what the layer adds."""
+    seen: dict[str, Tensor] = {}
+
+    def keep(name: str) -> Callable[..., None]:
+        def see(_: nn.Module, __: Any, output: Any) -> None:
+            first = output[0] if isinstance(output, tuple) else output
+            if isinstance(first, Tensor) and first.numel():
+                seen[name] = first.double()
+
+        return see
+
+    around = [name for name, _ in layer.module.named_modules() if any(_within(each, name) for each in consumers)]
+    hooks = [layer.module.get_submodule(name).register_forward_hook(keep(name)) for name in around]
+    with removed(hooks):
+        output = layer.output(sample)
+    return {**seen, "": output.double() - layer.input(sample).double()}
+
+
+def _within(name: str, block: str) -> bool:
+    return bool(block) and f"{name}.".startswith(f"{block}.")
+
+
+def _difference(after: Tensor, before: Tensor) -> float:
+    return float((after - before).norm()) if after.shape == before.shape else float("inf")
 
 
 @contextmanager
@@ -114,6 +162,14 @@ def restored(modules: Sequence[nn.Module]) -> Iterator[None]:
             parameter.data.copy_(value)
 
 
+def _fits(fold: Fold, scale: Tensor) -> bool:
+    """Whether the dtype holds what the scales make of the parameters: those of fp16 end at 65,504."""
+    modules = [fold.source, *fold.consumers]
+    with restored(modules):
+        fold.apply(scale)
+        return all(bool(each.isfinite().all()) for module in modules for each in module.parameters())
+
+
 def fold_each(
     layer: CalibrationLayer,
     groups: Sequence[InputGroup],
@@ -123,13 +179,15 @@ def fold_each(
 ) -> tuple[int, int]:
     """Fold `scale_of(group, fold)` `[K]` for every group that has a place for it; returns (folded, groups).
 
+    Scales that make a parameter too large for its dtype are not folded.
+
     The statistics of a folded group are those of its new input.
     """
     folded = 0
     for group in groups:
         fold = find_fold(layer, group, norms_only=norms_only)
         scale = None if fold is None else scale_of(group, fold)
-        if fold is None or scale is None:
+        if fold is None or scale is None or not _fits(fold, scale):
             continue
         fold.apply(scale)
         group.divide(scale)

@@ -97,7 +97,7 @@ def observe(
         group.magnitudes = Magnitudes() if magnitudes else None
     num_kept = -(-rows // layer.num_samples)
     hooks = [_hook(group.linears[0].module, _adder(group, gram, num_kept)) for group in groups]
-    with _removed(hooks):
+    with removed(hooks):
         layer.run()
     for group in groups:
         _require_finite(group)
@@ -116,7 +116,8 @@ def _hook(module: nn.Module, see: Callable[[Tensor], None]) -> Any:
 
 
 @contextmanager
-def _removed(hooks: Sequence[Any]) -> Iterator[None]:
+def removed(hooks: Sequence[Any]) -> Iterator[None]:
+    """The hooks are gone afterwards."""
     try:
         yield
     finally:
@@ -167,7 +168,7 @@ def _groups_of_sample(layer: CalibrationLayer, linears: Sequence[FoundLinear], s
     leaves = [(name, module) for name, module in layer.module.named_modules() if not any(module.children())]
     hooks = [module.register_forward_hook(after(name)) for name, module in leaves]
     hooks += [_hook(module, before(name, module)) for name, module in leaves]
-    with _removed(hooks):
+    with removed(hooks):
         layer.output(sample)
     return [group for group in groups.values() if group.linears]
 

@@ -7,6 +7,7 @@ section 3.1). The last two read a histogram over powers of two, which needs one 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Protocol
 
@@ -42,8 +43,12 @@ class Magnitudes:
         self.peak = 0.0
 
     def add(self, x: Tensor) -> None:
+        """Counts nothing of an x that is not finite: no bin holds it, and whoever observes refuses the input."""
         magnitude = x.detach().float().abs().flatten()
-        self.peak = max(self.peak, float(magnitude.amax()))
+        peak = float(magnitude.amax())
+        if not math.isfinite(peak):
+            return
+        self.peak = max(self.peak, peak)
         bins = ((magnitude.clamp_min(2.0**_SMALLEST).log2() - _SMALLEST) * _PER_OCTAVE).long()
         self.counts += torch.bincount(bins.clamp_max(len(self.counts) - 1), minlength=len(self.counts)).cpu()
 

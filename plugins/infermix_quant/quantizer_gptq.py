@@ -38,8 +38,10 @@ class GptqQuantizer:
     def _apply(self, model: nn.Module, context: QuantizerContext) -> QuantizationReport:
         options = self._options
         found, skipped = finite_linears(model, options.skip)
-        common.check_groups(found, options.group_size)
-        common.check_patterns(found, list(options.bits_for))
+        inside = common.inside_layers(model, found)
+        common.check_groups(inside, options.group_size)
+        common.check_patterns(inside, list(options.bits_for))
+        del inside  # which would keep the old weights
         samples = common.samples_of(context, "gptq")
         made: dict[str, QuantLinear] = {}
         errors: list[float] = []

@@ -49,7 +49,7 @@ class FoldedQuantizer:
 
     def _apply(self, model: nn.Module, context: QuantizerContext) -> QuantizationReport:
         found, skipped = finite_linears(model, self._skip)
-        self.check(found)
+        self.check(common.inside_layers(model, found))
         made: dict[str, QuantLinear] = {}
         folded = total = 0
         for layer in walk_layers(model, common.samples_of(context, self.name), context.progress):

@@ -126,6 +126,7 @@ class EightBitQuantizer(PlainQuantizer):
         """Activations of the unquantized model; linears outside the layers are measured nowhere."""
         if not self.options.calibrates:
             return
+        common.inside_layers(model, found)
         samples = common.samples_of(context, f"{self.name} with static activation scales")
         for layer in walk_layers(model, samples, context.progress):
             inside = [linear for linear in found if linear.name.startswith(f"{layer.name}.")]

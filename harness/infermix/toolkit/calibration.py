@@ -35,7 +35,8 @@ class CalibrationOptions(Options, frozen=True, kw_only=True):
             extra={"unit": "tokens"},
         ),
     ] = 8192
-    seed: Annotated[int, Meta(description="draws the windows")] = 0
+    #: Not below 0: Python draws the same with a seed and its negative.
+    seed: Annotated[int, Meta(ge=0, description="draws the windows")] = 0
 
 
 Calibration = Annotated[CalibrationOptions, Meta(description="text that activations are measured on")]

@@ -62,10 +62,14 @@ class CalibrationLayer:
     def num_samples(self) -> int:
         return len(self._hidden)
 
+    def input(self, sample: int) -> Tensor:
+        """`[1, T, hidden]` of one sample, as the layer gets it."""
+        return self._hidden[sample].to(self._device)
+
     def output(self, sample: int) -> Tensor:
         """`[1, T, hidden]` of one sample, through the layer as it is now."""
         with torch.no_grad():
-            return self._calls[sample].run(self.module, self._hidden[sample].to(self._device))
+            return self._calls[sample].run(self.module, self.input(sample))
 
     def _advance(self) -> None:
         """Replace the inputs by the outputs: the inputs of the next layer."""
@@ -177,6 +181,7 @@ def _checked_sizes(model: nn.Module, layers: Layers, ids: Tensor) -> list[int]:
             hook.remove()
     if len(outputs) != len(layers):
         raise Unsupported(f"{type(model).__name__} made {len(outputs)} calls of {len(layers)} layers: not calibrated")
+    _require_finite(layers, outputs)
     sizes = [len(output) if isinstance(output, tuple) else 0 for output in outputs]
     recorded = _record(model, layers, sizes, ids)
     hidden = recorded.hidden
@@ -191,6 +196,16 @@ def _checked_sizes(model: nn.Module, layers: Layers, ids: Tensor) -> list[int]:
             f"output differs by {error:.1e}"
         )
     return sizes
+
+
+def _require_finite(layers: Layers, outputs: Sequence[Any]) -> None:
+    for (name, _), output in zip(layers, outputs, strict=True):
+        if not bool(_first(output).isfinite().all()):
+            raise UserError(
+                f"the outputs of {name} are not finite on the calibration samples",
+                key="parts.quantizer.calibration",
+                hint="its weights or those before it, or the dtype, are at fault",
+            )
 
 
 def _first(output: Any) -> Tensor:
