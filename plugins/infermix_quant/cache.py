@@ -18,6 +18,7 @@ from infermix.measure.clock import now_ns
 from infermix.paths import cache_dir
 from infermix.roles.quantizer import QuantizationReport, QuantizerContext
 from infermix.toolkit.calibration import samples_digest
+from safetensors import SafetensorError
 from torch import nn
 
 from infermix_quant import common
@@ -29,6 +30,7 @@ from infermix_quant.quantizer_checkpoint import read_linears
 #: Part of the key: raised when an algorithm or a format changes what comes out.
 _VERSION = 3
 _REPORT = "infermix_report.json"
+_FACTS = ("method", "skipped", "details", "precision_bits", "files")
 
 
 def cached(
@@ -61,7 +63,7 @@ def cached(
     settings = {**msgspec.to_builtins(options), "format": form}
     try:
         _save(model, context.directory, target, settings, report)
-    except Unsaveable as reason:
+    except (Unsaveable, OSError, SafetensorError) as reason:  # a full disk must not cost what was just quantized
         return replace(report, details={**report.details, "checkpoint": f"not kept: {reason}"})
     found = {} if damage is None else {"replaced": damage}
     return replace(report, details={**report.details, "checkpoint": target.name, "from_cache": False, **found})
@@ -93,7 +95,10 @@ def _save(
 def _damage(directory: Path) -> str | None:
     """What is wrong with an entry, `None` when its files are those that were written."""
     try:
-        files = json.loads((directory / _REPORT).read_text(encoding="utf-8"))["files"]
+        facts = json.loads((directory / _REPORT).read_text(encoding="utf-8"))
+        if missing := [key for key in _FACTS if key not in facts]:
+            return f"{_REPORT} has no {missing[0]}"
+        files = facts["files"]
         changed = [name for name in (CONFIG, WEIGHTS) if _digest(directory / name) != files[name]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"the entry cannot be read: {error}"

@@ -252,6 +252,34 @@ def test_a_damaged_entry_is_made_again_and_the_report_says_so(
     assert third["from_cache"] is True
 
 
+def test_an_entry_whose_report_lacks_a_fact_is_made_again(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    entry = AwqQuantizer(AwqOptions()).apply(calibration_model("llama"), _context(source)).details["checkpoint"]
+    path = tmp_path / "cache/infermix/quantized" / entry / "infermix_report.json"
+    path.write_text(json.dumps({"files": json.loads(path.read_text())["files"]}))
+    details = AwqQuantizer(AwqOptions()).apply(calibration_model("llama"), _context(source)).details
+    assert details["replaced"] == "infermix_report.json has no method"
+
+
+def test_a_full_disk_does_not_cost_what_was_quantized(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Calibration of a large model takes minutes: the cell runs with it, and the record says that it was not kept."""
+    import safetensors.torch
+
+    def full(*_: Any, **__: Any) -> None:
+        raise safetensors.SafetensorError("No space left on device (os error 28)")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(safetensors.torch, "save_file", full)
+    report = AwqQuantizer(AwqOptions()).apply(calibration_model("llama"), _context(source))
+    assert report.details["checkpoint"] == "not kept: No space left on device (os error 28)"
+    assert report.details["quantize_s"] > 0
+    assert not list((tmp_path / "cache/infermix/quantized").iterdir())
+
+
 def _packed(folder: Path, **changes: Any) -> Path:
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"].update(changes)
