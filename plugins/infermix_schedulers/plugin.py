@@ -116,6 +116,10 @@ class ClassBudgetsOptions(IterationOptions, frozen=True):
         int, Meta(ge=1, description="the same for all other categories together", extra={"unit": "tokens"})
     ] = 512
 
+    def __post_init__(self) -> None:
+        if "" in self.budgets:
+            raise ValueError("budgets: '' stands for requests of no category, whose budget is default_budget")
+
 
 class SloAwareOptions(IterationOptions, frozen=True):
     ttft_s: Annotated[float, Meta(gt=0, description="limit of the time to first token", extra=Seconds)] = 1.0

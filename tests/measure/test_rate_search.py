@@ -63,6 +63,7 @@ def test_both_ends_of_the_range_have_answers() -> None:
         ({"share": 0.0}, "the share must be above 0 and at most 1, not 0"),
         ({"low": 0.0}, "the lowest rate .0. must be above 0"),
         ({"low": 9.0, "high": 3.0}, "the lowest rate .9. must be above 0 and not above the highest .3."),
+        ({"high": float("inf")}, r"the highest rate must be at most 1e\+09"),
         ({"tolerance": 0.0}, "the tolerance must be at least 1e-06"),
         ({"tolerance": 1e-17}, "the tolerance must be at least 1e-06"),
         ({"tolerance": float("nan")}, "the tolerance must be at least 1e-06"),

@@ -19,6 +19,7 @@ from infermix.roles.scheduler import Plan
 from infermix.toolkit.conformance import run_to_end
 from infermix.toolkit.conformance.scheduler import CountingSpace, make_sequence
 from infermix_reference.kv_paged import PagedLayout
+from infermix_schedulers.plugin import ClassBudgetsOptions
 
 SCHEDULERS = {each.component.name: each.component for each in load_catalogue().all(Role.SCHEDULER)}
 REQUEST = st.tuples(st.integers(1, 40), st.integers(1, 20), st.integers(-2, 3), st.sampled_from(["", "a", "b"]))
@@ -218,6 +219,11 @@ def test_fair_share_forgets_withdrawn_requests() -> None:
     assert server.scheduler.num_waiting == 1
     server.step()
     assert server.order == [0, 3]
+
+
+def test_the_class_of_everything_else_has_one_budget() -> None:
+    with pytest.raises(ValueError, match="'' stands for requests of no category, whose budget is default_budget"):
+        ClassBudgetsOptions(budgets={"": 8})
 
 
 def test_class_budgets_bound_each_class_in_each_step() -> None:

@@ -16,6 +16,8 @@ Probe = Callable[[float, int], Sequence[float]]
 
 #: Below, the two rates would come so close that no number lies between them, and the search never end.
 LEAST_TOLERANCE = 1e-6
+#: Requests per second of which any engine falls short: a search must end.
+MOST_RATE = 1e9
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,8 @@ def _check(share: float, low: float, high: float, tolerance: float, repeats: int
         raise UserError(f"the share must be above 0 and at most 1, not {share:g}")
     if not 0 < low <= high:
         raise UserError(f"the lowest rate ({low:g}) must be above 0 and not above the highest ({high:g})")
+    if not high <= MOST_RATE:
+        raise UserError(f"the highest rate must be at most {MOST_RATE:g} requests/s, not {high:g}")
     if not tolerance >= LEAST_TOLERANCE:
         raise UserError(f"the tolerance must be at least {LEAST_TOLERANCE:g}, not {tolerance:g}")
     if repeats < 1:
