@@ -13,6 +13,7 @@ import pytest
 from infermix.errors import UserError
 from infermix.record.record import GuardResult, Metric, PartRecord, QualityRecord, Record
 from infermix.report.board import Board, Table, build_board
+from infermix.report.columns import figure_columns
 from infermix.report.html import html
 from infermix.report.leaderboard import leaderboard, rendered
 from infermix.report.markdown import markdown
@@ -490,3 +491,22 @@ def test_categories_of_rows_that_draft(make_record) -> None:
     assert "### By category" in text
     assert "| 2.00x, 2.50 |" in text
     assert "| 1.00x |" in text
+
+
+@pytest.mark.parametrize(
+    ("executed", "shown"),
+    [
+        ({"quantized_bytes": 10}, 2.5),
+        ({"quantized_bytes": 10, "quantize_s": 71.0, "from_cache": True}, 71.0),
+        ({"quantized_bytes": 0}, None),
+        ({}, None),
+    ],
+)
+def test_time_of_quantizing_is_that_of_the_run_that_did_it(make_record, executed, shown) -> None:
+    record = make_record([1, 1, 1], {"quantizer": "rtn"})
+    record.parts["quantizer"] = PartRecord(name="rtn", executed=executed)
+    record.phases_s = {"engine.quantize": 2.5}
+    (table,) = build_board([record]).tables
+    found = table.rows[0].figures.get("quantize_s")
+    assert (found and found.value) == shown
+    assert ("quantizing" in {column.header for column in figure_columns(table)}) == (shown is not None)

@@ -185,10 +185,22 @@ def _figures(record: Summary, baseline: Summary | None) -> dict[str, Figure]:
     bits = quantizer.executed.get("bits_per_weight") if quantizer else None
     if isinstance(bits, int | float):
         found["bits_per_weight"] = Figure(float(bits))
+    seconds = _quantize_seconds(record)
+    if seconds is not None:
+        found["quantize_s"] = Figure(seconds)
     if baseline is not None:
         relative = _ratio(record, baseline)
         found |= {"ratio": relative} if relative else {}
     return found
+
+
+def _quantize_seconds(record: Summary) -> float | None:
+    """As the quantizer says, which knows what an earlier run took; else the phase. `None` without quantized weights."""
+    quantizer = record.parts.get("quantizer")
+    if quantizer is None or not quantizer.executed.get("quantized_bytes"):
+        return None
+    seconds = quantizer.executed.get("quantize_s", record.phases_s.get("engine.quantize"))
+    return float(seconds) if isinstance(seconds, int | float) else None
 
 
 def _ratio(record: Summary, baseline: Summary) -> Figure | None:

@@ -74,6 +74,7 @@ FIGURES = (
     Column("swap_in_bytes_per_s", "swap in/s", "bytes", "Bytes per second moved back"),
     Column("weight_bytes", "weights", "bytes", "Bytes of the weights as held"),
     Column("bits_per_weight", "bits/w", "number", "Effective bits per quantized weight, scales included"),
+    Column("quantize_s", "quantizing", "s", "Time that quantizing the weights took, also where the result was kept"),
     Column("mbu", "MBU", "share", "Achieved bytes/s over the measured ceiling of this machine"),
     Column("mfu", "MFU", "share", "Achieved FLOP/s over the measured ceiling of this machine"),
 )

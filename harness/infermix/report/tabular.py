@@ -14,7 +14,7 @@ from infermix.report.effects import Effect, Effects
 from infermix.report.labels import MIX_COLUMNS
 from infermix.report.ranking import Figure
 
-FIGURE_KEYS = (*METRIC_KEYS, "ratio", *MEMORY_KEYS, "bits_per_weight", *ROOFLINE_KEYS)
+FIGURE_KEYS = (*METRIC_KEYS, "ratio", *MEMORY_KEYS, "bits_per_weight", "quantize_s", *ROOFLINE_KEYS)
 INTERVAL_KEYS = (SPEED, "ratio")
 
 
