@@ -195,7 +195,7 @@ def _figures(record: Summary, baseline: Summary | None) -> dict[str, Figure]:
 
 
 def _quantize_seconds(record: Summary) -> float | None:
-    """As the quantizer says, which knows what an earlier run took; else the phase. `None` without quantized weights."""
+    """As the quantizer says, which knows what an earlier run took; else the phase; `None` where there is none."""
     quantizer = record.parts.get("quantizer")
     if quantizer is None or not quantizer.executed.get("quantized_bytes"):
         return None
