@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,9 @@ ABOUT = {"model": "m", "prompts": 2, "corpus": ["a.jsonl"]}
 
 
 def test_texts_come_back_as_they_were(tmp_path: Path) -> None:
-    texts = [OwnOutput((3, 4, 5), 2), OwnOutput((6,), 1)]
-    write_texts(tmp_path / "t.jsonl", texts, ABOUT)
-    assert read_texts(tmp_path / "t.jsonl", ABOUT, vocab_size=7) == texts
+    texts = [OwnOutput((3, 4, 5), 2), OwnOutput((6,), 1, "self")]
+    write_texts(tmp_path / "t.jsonl", texts, ABOUT, {"asked": 2})
+    assert read_texts(tmp_path / "t.jsonl", ABOUT, vocab_size=7) == (texts, {"asked": 2})
     assert [path.name for path in tmp_path.iterdir()] == ["t.jsonl"]
 
 
@@ -26,6 +27,7 @@ def test_texts_come_back_as_they_were(tmp_path: Path) -> None:
         ('{"prompt": 1, "ids": [1, 7]}', "t.jsonl:2: ids: expected a list of token ids below 7"),
         ('{"prompt": 1, "ids": [1, true]}', "ids: expected a list"),
         ('{"prompt": 3, "ids": [1, 2]}', "prompt is 3, expected how many of the 2 ids"),
+        ('{"prompt": 1, "ids": [1, 2], "origin": "web"}', "origin is 'web', expected corpus or self"),
         ("[]", "ids: expected a list"),
         ("{", "cannot be read"),
     ],
@@ -37,6 +39,11 @@ def test_a_broken_text_is_named(tmp_path: Path, line: str, message: str) -> None
     with pytest.raises(UserError, match=r"t\.jsonl") as raised:
         read_texts(path, ABOUT, vocab_size=7)
     assert message in str(raised.value)
+
+
+def test_texts_without_an_origin_are_of_a_corpus(tmp_path: Path) -> None:
+    (tmp_path / "t.jsonl").write_text(json.dumps({"about": ABOUT}) + '\n{"prompt": 1, "ids": [1, 2]}\n')
+    assert read_texts(tmp_path / "t.jsonl", ABOUT, vocab_size=7) == ([OwnOutput((1, 2), 1, "corpus")], {})
 
 
 def test_an_empty_file_is_told(tmp_path: Path) -> None:

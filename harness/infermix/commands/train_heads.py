@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from infermix.commands.arguments import not_negative, parse_options, positive, rate
+from infermix.commands.train_texts import check_arguments, check_template, has_texts, now_s, own_texts
 from infermix.cost.machine import machine_facts
 from infermix.cost.model_facts import read_model_facts
 from infermix.cost.source import locate_model
@@ -22,19 +23,13 @@ from infermix.spec.experiment import DEFAULT_PARTS, ModelSource
 from infermix.spec.validate import Report, check_struct
 
 if TYPE_CHECKING:
-    from infermix.roles.training import HeadTraining, OwnOutput, Trainer
+    from infermix.roles.training import HeadTraining, Trainer
 
 HELP = (
     "Train the draft heads of a decoder for a model, whose weights stay as they are: the model continues prompts of "
-    "a corpus, and the heads learn to say in advance what it says (self-distillation)."
+    "a corpus or its own, and the heads learn to say in advance what it says (self-distillation)."
 )
-#: Of the time that is left when the model is ready, for its texts.
-_SHARE_FOR_TEXTS = 0.3
 _HELD_OUT = 0.05
-#: Arguments that decide what the continuations are.
-_DECIDE_TEXTS = (
-    "model", "dtype", "corpus", "exclude", "prompts", "prompt_tokens", "new_tokens", "temperature", "seed",
-)  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,8 +38,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--method", required=True, metavar="DECODER[:OPTION=VALUE,...]", help="whose heads, and how they are trained"
     )
     parser.add_argument(
-        "--corpus", required=True, nargs="+", metavar="FILE",
+        "--corpus", nargs="+", default=[], metavar="FILE",
         help=".jsonl files of prompts, questions or chats, text files, or pydoc_data.topics",
+    )  # fmt: skip
+    parser.add_argument(
+        "--self-prompts", type=positive, metavar="N",
+        help="let the model write N prompts itself, drawn at temperature 1 where its chat template has the user "
+        "speak, each at most --prompt-tokens long; those that do not end, empty ones and duplicates are dropped",
     )  # fmt: skip
     parser.add_argument("--exclude", nargs="+", default=[], metavar="FILE", help=".jsonl prompts not to train on")
     parser.add_argument("--output", required=True, type=Path, help="folder for the heads")
@@ -52,8 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--time-limit-s", type=rate, help="end earlier, after so many seconds in all")
     parser.add_argument("--batch-tokens", type=positive, default=8192, help="tokens of a step (8192)")
     parser.add_argument("--learning-rate", type=rate, default=1e-3, help="highest learning rate (0.001)")
-    parser.add_argument("--prompts", type=positive, default=4096, help="most prompts that are continued (4096)")
-    parser.add_argument("--prompt-tokens", type=positive, default=384, help="longest prompt (384)")
+    parser.add_argument("--prompts", type=positive, default=4096, help="most prompts of the corpus (4096)")
+    parser.add_argument("--prompt-tokens", type=positive, default=384, help="longest prompt, as a chat (384)")
     parser.add_argument("--new-tokens", type=positive, default=128, help="tokens of a continuation (128)")
     parser.add_argument("--temperature", type=not_negative, default=0.0, help="of the continuations (0: greedy)")
     parser.add_argument(
@@ -71,15 +71,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    started, catalogue = _now_s(), load_catalogue()
+    started, catalogue = now_s(), load_catalogue()
     trainer, options = _trainer(args.method, catalogue)
     _check_output(args.output, args.model)
-    if args.texts is not None and not args.texts.absolute().parent.is_dir():
-        raise UserError(f"{args.texts.absolute().parent} is no folder", where=f"--texts {args.texts}")
+    check_arguments(args)
     training = _prepare(args, catalogue, started)
-    texts_s = _now_s() - started
+    texts_s = now_s() - started
     figures = trainer.train(options, training)
-    spent = {"texts": len(training.samples), "texts_s": texts_s, "total_s": _now_s() - started}
+    spent = {"texts": len(training.samples), "texts_s": texts_s, "total_s": now_s() - started}
     print(json.dumps({**figures, **training.about, **spent, "output": str(args.output)}, indent=2))
     return 0
 
@@ -91,10 +90,6 @@ def _check_output(folder: Path, model: str) -> None:
     above = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not above.is_dir() or not os.access(above, os.W_OK):
         raise UserError(f"{above} is no folder that can be written to", where=f"--output {folder}")
-
-
-def _now_s() -> float:
-    return now_ns() / 1e9
 
 
 def _checked(kind: Any, text: str, where: str) -> Any:
@@ -145,6 +140,7 @@ def _engine(args: argparse.Namespace, catalogue: Catalogue) -> Any:
 
     source = locate_model(ModelSource(source=args.model), Path.cwd())
     facts = read_model_facts(source, dtype=args.dtype)
+    check_template(args, source)
     longest = args.prompt_tokens + args.new_tokens
     if longest > facts.max_position_embeddings:
         raise UserError(
@@ -156,12 +152,8 @@ def _engine(args: argparse.Namespace, catalogue: Catalogue) -> Any:
         parts=_parts(args.parts, catalogue), max_model_len=longest, max_num_seqs=args.sequences, seed=args.seed,
         clock_ns=now_ns, base=Path.cwd(), find=catalogue.find,
     )  # fmt: skip
-    graphs: Literal["auto", "off"] = "off" if _has_texts(args) else "auto"
+    graphs: Literal["auto", "off"] = "off" if has_texts(args) else "auto"
     return assemble(NativeOptions(mixed_graph_tokens=0, graphs=graphs), context)
-
-
-def _has_texts(args: argparse.Namespace) -> bool:
-    return args.texts is not None and args.texts.exists()
 
 
 def _prepare(args: argparse.Namespace, catalogue: Catalogue, started: float) -> HeadTraining:
@@ -170,7 +162,8 @@ def _prepare(args: argparse.Namespace, catalogue: Catalogue, started: float) -> 
     engine = _engine(args, catalogue)
     if engine.tokenizer is None:
         raise UserError("the model has no tokenizer, so no corpus can be read", where=args.model)
-    made = _texts(args, engine, started)
+    texts = own_texts(args, engine, started)
+    made = texts.made
     model = engine.model
     engine.close()
     if getattr(model, "_supports_sdpa", False):
@@ -179,58 +172,9 @@ def _prepare(args: argparse.Namespace, catalogue: Catalogue, started: float) -> 
     return HeadTraining(
         model=model, samples=tuple(made[held:]), held_out=tuple(made[:held]), batch_tokens=args.batch_tokens,
         learning_rate=args.learning_rate, seed=args.seed, output=args.output,
-        about={"base_model": args.model, "output_tokens": sum(each.num_output_tokens for each in made)},
-        share_done=_share_done(args, started, _now_s()), progress=_tell,
+        about={"base_model": args.model, "output_tokens": texts.num_output_tokens, **texts.about},
+        share_done=_share_done(args, started, now_s()), progress=_tell,
     )  # fmt: skip
-
-
-def _texts(args: argparse.Namespace, engine: Any, started: float) -> list[OwnOutput]:
-    """Shuffled, since short texts end first."""
-    import random
-
-    from infermix.workload.own_texts import read_texts, write_texts
-
-    about = {name: getattr(args, name) for name in _DECIDE_TEXTS}
-    about |= {"parts": args.parts} if args.parts else {}  # a quantizer makes another model
-    if _has_texts(args):
-        made = read_texts(args.texts, about, engine.tokenizer.vocab_size)
-    else:
-        made = _continued(args, engine, started)
-        if args.texts is not None:
-            write_texts(args.texts, made, about)
-    kept = [each for each in made if each.num_output_tokens > 1]
-    if len(kept) < 2:
-        told = f"{len(kept)} of {len(made)} texts have more than one token; two are needed, one of them held out"
-        raise UserError(told, where=", ".join(args.corpus), hint="give other prompts, or more")
-    random.Random(args.seed).shuffle(kept)
-    return kept
-
-
-def _continued(args: argparse.Namespace, engine: Any, started: float) -> list[OwnOutput]:
-    """What the model makes of the prompts. Raises `UserError` when the time limit ends before there are texts."""
-    from infermix.engine.self_output import own_outputs
-    from infermix.workload.training_prompts import training_prompts
-
-    prompts = training_prompts(
-        args.corpus, engine.tokenizer, exclude=args.exclude, max_tokens=args.prompt_tokens, base=Path.cwd(),
-        seed=args.seed,
-    )[: args.prompts]  # fmt: skip
-    ready = _now_s()
-    left = None if args.time_limit_s is None else args.time_limit_s - (ready - started)
-
-    def go_on(num_done: int) -> bool:
-        return left is None or _now_s() - ready < _SHARE_FOR_TEXTS * left
-
-    made = own_outputs(
-        engine, prompts, max_new_tokens=args.new_tokens, temperature=args.temperature, seed=args.seed, go_on=go_on
-    )
-    print(f"{len(made)} texts of {len(prompts)} prompts in {_now_s() - ready:.0f} s", file=sys.stderr)
-    if left is not None and len(made) < min(2, len(prompts)):
-        spent = (
-            f"the model was ready after {ready - started:.0f} s, and {_now_s() - ready:.0f} s made {len(made)} texts"
-        )
-        raise UserError(spent, where=f"--time-limit-s {args.time_limit_s:g}", hint="give more seconds")
-    return made
 
 
 def _share_done(args: argparse.Namespace, started: float, begun: float) -> Callable[[int], float]:
@@ -241,7 +185,7 @@ def _share_done(args: argparse.Namespace, started: float, begun: float) -> Calla
         if args.time_limit_s is None:
             return min(1.0, by_steps)
         left = max(args.time_limit_s - (begun - started), 1e-9)
-        return min(1.0, max(by_steps, (_now_s() - begun) / left))
+        return min(1.0, max(by_steps, (now_s() - begun) / left))
 
     return share
 

@@ -35,10 +35,17 @@ class HfTokenizer:
 
     def apply_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """The conversation, ready for the assistant's turn. Raises `UserError` without a chat template."""
+        return self._chat(messages, tokenize=True)
+
+    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """The text of which `apply_chat` gives the tokens. Raises `UserError` without a chat template."""
+        return self._chat(messages, tokenize=False)
+
+    def _chat(self, messages: Sequence[Mapping[str, str]], *, tokenize: bool) -> Any:
         if not self._tokenizer.chat_template:
             raise UserError(f"{self._label} has no chat template", hint="give plain text prompts instead of messages")
         return self._tokenizer.apply_chat_template(
-            [dict(message) for message in messages], add_generation_prompt=True, tokenize=True, return_dict=False
+            [dict(message) for message in messages], add_generation_prompt=True, tokenize=tokenize, return_dict=False
         )
 
 

