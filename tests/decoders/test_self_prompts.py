@@ -212,3 +212,17 @@ def test_a_number_that_is_none(talker: Path, tmp_path: Path, number: str, capsys
     with pytest.raises(SystemExit):
         train(talker, tmp_path, f"--self-prompts={number}")
     assert f"argument --self-prompts: '{number}' is no whole number above 0" in capsys.readouterr().err
+
+
+def test_excluded_prompts_stay_excluded(talker: Path, tmp_path: Path) -> None:
+    texts, excluded = tmp_path / "t.jsonl", tmp_path / "e.jsonl"
+    given = ["--self-prompts", "24", "--texts", str(texts)]
+    assert train(talker, tmp_path / "a", *given) == 0
+    line = json.loads(texts.read_text().splitlines()[1])
+    words = tokenizer().decode(line["ids"][2 : line["prompt"] - 2])
+    excluded.write_text(json.dumps({"question": words.upper()}) + "\n")
+    texts.unlink()
+    assert train(talker, tmp_path / "b", *given, "--exclude", str(excluded)) == 0
+    before, after = (about(tmp_path / name)["self_prompts"] for name in "ab")
+    assert after["dropped"]["excluded"] >= 1
+    assert after["used"] == before["used"] - 1
