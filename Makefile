@@ -49,6 +49,7 @@ environments: install
 test-full: lint environments
 	$(BIN)/python -m pytest -q -n 2 -m 'not gpu' tests
 	tests/versions/run transformers==5.17.0
+	EXTRAS=test,ray TESTS=tests/run/test_ray_sweep.py MARKS='not gpu' WORKERS=0 tests/versions/run ray==2.60.0
 
 bench: install-test
 	$(BIN)/python -m pytest -q -m 'not gpu' tests/bench --benchmark-only
