@@ -61,6 +61,27 @@ def test_mixed_steps_run_eagerly_for_a_reason(
     assert reason in (mixed_reason(assembly(catalogue, **parts), **given) or "")
 
 
+@pytest.mark.parametrize(
+    ("num_parameters", "budget", "sizes"),
+    [
+        (8_000_000_000, 2048, [256, 512, 1024, 2048]),
+        (8_000_000_000, 1536, [256, 512, 1024, 1536]),
+        (8_000_000_000, 100, [256]),
+        (8_000_000_000, 1 << 20, [256, 512, 1024, 2048, 4096, 8192]),
+        (8_000_000_000, None, [256]),
+        (135_000_000, 2048, [8192]),
+    ],
+)
+def test_larger_steps_are_tried_up_to_what_the_scheduler_makes(
+    catalogue: Catalogue, num_parameters: int, budget: int | None, sizes: list[int]
+) -> None:
+    build = assembly(catalogue)
+    build.context.facts = SimpleNamespace(num_parameters=num_parameters)
+    options = SimpleNamespace() if budget is None else SimpleNamespace(max_num_batched_tokens=budget)
+    build.context.parts[Role.SCHEDULER] = SimpleNamespace(options=options)
+    assert capture._sizes_to_try(build) == sizes
+
+
 class Failing:
     """Graphs whose second step fails."""
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from infermix.engine import capture
 from infermix.plugins import Catalogue
 from infermix.roles.component import Choice, Role
 from infermix.roles.request import Request, SamplingParams, Sequence
@@ -113,3 +114,20 @@ def test_a_replay_neither_waits_nor_allocates(build: Build, strict_sync: Callabl
         torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(forward.logits, first)
     assert runner.num_mixed_graph_steps == 6
+
+
+def test_larger_steps_are_captured_while_they_wait_for_the_host(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tiny model always does, so that the scheduler's largest step is the limit."""
+    scheduler = ("continuous", {"max_num_batched_tokens": 96, "chunked": True})
+    eager = build({"scheduler": scheduler}, most=0)
+    expected = generate(eager)
+    monkeypatch.setattr(capture, "worthwhile_tokens", lambda num_parameters: 32)
+    engine = build({"scheduler": scheduler}, most=None)
+    mixed = engine.report().graphs["mixed"]
+    assert mixed["tokens"] == [16, 32, 64, 96]
+    assert mixed["host_bound"]["tokens"] == 96
+    assert set(mixed["host_bound"]["step_ms"]) == {"64", "96"}
+    assert mixed["host_bound"]["launch_ms"] > 0
+    assert generate(engine) == expected

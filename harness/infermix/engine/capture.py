@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from infermix.engine.graphs import StepGraphs, captured
-from infermix.engine.mixed_graphs import MixedGraphs, worthwhile_tokens
+from infermix.engine.host_bound import find_host_bound
+from infermix.engine.mixed_graphs import MAX_TOKENS, MixedGraphs, worthwhile_tokens
 from infermix.errors import Unsupported
 from infermix.roles.component import Role
 from infermix.roles.decoder import Captured
@@ -66,17 +67,38 @@ def _capture_mixed(
     selector: TokenSelector,
     pool: Any,
 ) -> dict[str, Any]:
-    most = build.options.mixed_graph_tokens
-    max_tokens = worthwhile_tokens(build.context.facts.num_parameters) if most is None else most
-    refusal = _why_no_mixed(build, space, max_tokens)
+    given = build.options.mixed_graph_tokens
+    sizes = _sizes_to_try(build) if given is None else [given]
+    refusal = _why_no_mixed(build, space, sizes[0])
     if refusal:
         return {"captured": 0, "reason": refusal}
-    mixed = MixedGraphs(joint, shape, next_ids, build.max_num_seqs, max_tokens, selector, pool)
+    mixed = MixedGraphs(joint, shape, next_ids, build.max_num_seqs, sizes[-1], selector, pool)
+    bound = _limited(build, mixed, sizes)
     refusal = _captured_all(build, "capture_mixed", mixed)
     if refusal:
         return {"captured": 0, "reason": refusal}
     runner.mixed = mixed
-    return {"captured": len(mixed.keys), "tokens": mixed.keys, "max_context": mixed.max_context}
+    return {"captured": len(mixed.keys), "tokens": mixed.keys, "max_context": mixed.max_context, **bound}
+
+
+def _sizes_to_try(build: Assembly) -> list[int]:
+    """Largest steps that may be worth a graph: what surely is, and its doubles up to the scheduler's largest step."""
+    least = worthwhile_tokens(build.context.facts.num_parameters)
+    budget = getattr(build.context.parts[Role.SCHEDULER].options, "max_num_batched_tokens", None) or least
+    sizes = [least]
+    while sizes[-1] < min(budget, MAX_TOKENS):
+        sizes.append(min(2 * sizes[-1], budget, MAX_TOKENS))
+    return sizes
+
+
+def _limited(build: Assembly, mixed: MixedGraphs, sizes: list[int]) -> dict[str, Any]:
+    """Keep steps that wait for the host; how that was found, for the record. Nothing to find with one size."""
+    if len(sizes) == 1:
+        return {}
+    with torch.inference_mode():
+        bound = find_host_bound(mixed.run_idle, torch.cuda.synchronize, sizes, build.context.clock_ns)
+    mixed.limit(bound.tokens)
+    return {"host_bound": bound.about()}
 
 
 def _captured_all(build: Assembly, phase: str, graphs: StepGraphs | MixedGraphs) -> str | None:

@@ -34,15 +34,15 @@ if TYPE_CHECKING:
 #: which over long contexts takes longer than an eager step takes to launch.
 MAX_CONTEXT = 16384
 #: Most tokens of a captured step, whatever the model.
-_MAX_TOKENS = 8192
-#: FLOPs that a device does in the time that the host takes to launch an eager step (about 12 ms at 400 TFLOP/s): a
-#: step with more work is not waiting for the host.
+MAX_TOKENS = 8192
+#: FLOPs that a device does in the time that any host takes to launch an eager step (about 12 ms at 400 TFLOP/s): a
+#: step with less work is waiting for the host. Kernels launched from Python and faster products move the limit up.
 _FLOPS_PER_HOST_STEP = 5e12
 
 
 def worthwhile_tokens(num_parameters: int) -> int:
-    """The largest step, a power of two, whose products take the device no longer than launching them the host."""
-    limit = min(_FLOPS_PER_HOST_STEP / (2 * max(num_parameters, 1)), _MAX_TOKENS)
+    """A step, a power of two, whose products surely take the device no longer than launching them the host."""
+    limit = min(_FLOPS_PER_HOST_STEP / (2 * max(num_parameters, 1)), MAX_TOKENS)
     return 1 << max(int(limit), 1).bit_length() - 1
 
 
@@ -185,6 +185,15 @@ class MixedGraphs:
     @property
     def keys(self) -> list[int]:
         return sorted(self._steps)
+
+    def limit(self, max_tokens: int) -> None:
+        """Capture no larger steps than that; before anything is captured."""
+        self.buckets = token_buckets(max_tokens)
+
+    def run_idle(self, num_tokens: int) -> None:
+        """Launch an eager step of nothing but padding."""
+        self.buffers.fill_idle(num_tokens)
+        self._step(self.buffers.as_batch(num_tokens))
 
     def capture_all(self) -> Iterator[float]:
         """Capture every number of tokens, the largest first; yields the fraction done."""
