@@ -67,19 +67,20 @@ class DraftModel:
             return Proposal()
         columns: list[Tensor] = []
         distributions: list[Any] = []
-        later = [Scheduled(shadow, 1) for shadow in shadows]
+        plan = Plan([Scheduled(shadow, shadow.num_uncomputed) for shadow in shadows])
         for step in range(count):
-            entries = later if step else [Scheduled(each, each.num_uncomputed) for each in shadows]
-            forward = self._second.runner.forward(Plan(entries))
+            forward = self._second.runner.forward(plan)
             ids, q = self._draw(forward, greedy)
             columns.append(ids)
             distributions.append(q)
             for shadow in shadows:
                 shadow.num_computed = len(shadow.tokens) + step
                 shadow.num_inflight = step + 1
-        tokens = zip(*torch.stack(columns).tolist(), strict=True)
-        owners = [shadow.seq_id for shadow in forward.sequences]
-        return Proposal(dict(zip(owners, tokens, strict=True)), None if greedy else torch.cat(distributions))
+            if not step:
+                plan = Plan([Scheduled(shadow, 1) for shadow in shadows])
+        tokens, rows = host_ids(torch.cat(columns)), len(forward.sequences)
+        drafts = {shadow.seq_id: tuple(tokens[row::rows]) for row, shadow in enumerate(forward.sequences)}
+        return Proposal(drafts, None if greedy else torch.cat(distributions))
 
     def keep(self, sequence: Sequence, num_tokens: int) -> None:
         """Of what was drafted only the first `num_tokens` tokens of the text hold."""
