@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 
 #: Of those that fill masks: rows take microseconds, and a thread takes some to wake.
 _MOST_THREADS = 8
+#: Rows that take longer than handing them to a thread and back does.
+_FEWEST_BESIDE = 4
 
 
 def build_constrained(options: ConstrainedOptions, context: DecoderContext) -> MaskedDecoder:
@@ -70,6 +74,7 @@ class GrammarMasks:
         self._stops, self._num_words = frozenset(info.stop_token_ids), -(-info.vocab_size // 32)
         self._states: dict[int, _State] = {}
         self._together = xgrammar.BatchGrammarMatcher(max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // 2)))
+        self._beside = ThreadPoolExecutor(1, "grammar-masks")  # starts its thread when it is first used
 
     def fill(self, sequence: Sequence, drafts: tuple[int, ...], bits: Tensor, row: int) -> bool:
         state = self._follow(sequence)
@@ -77,9 +82,9 @@ class GrammarMasks:
 
     def fill_all(self, sequences: Seq[Sequence], drafts: Seq[tuple[int, ...]], bits: Tensor) -> bool:
         """Rows without drafts are filled in one call, by several threads."""
-        states = [self._follow(sequence) for sequence in sequences]
+        states = self._follow_all(sequences)
         if bits.shape[1] > self._num_words:  # logits of more tokens than there are
-            bits.fill_(-1)
+            bits.numpy()[:] = -1
         plain = [row for row, state in enumerate(states) if not (drafts[row] or state.ended)]
         self._fill_plain([states[row].matcher for row in plain], bits, plain)
         limited = bool(plain)
@@ -91,6 +96,12 @@ class GrammarMasks:
             state = states[row]
             limited |= not state.ended and self._fill_behind(state.matcher, drafts[row], bits, row)
         return limited
+
+    def begin(self, sequences: Seq[Sequence], bits: Tensor) -> Callable[[], bool] | None:
+        """By a thread: xgrammar leaves the interpreter to others while it works."""
+        if len(sequences) < _FEWEST_BESIDE:
+            return None
+        return self._beside.submit(self.fill_all, sequences, [()] * len(sequences), bits).result
 
     def forget(self, sequence: Sequence) -> None:
         self._states.pop(sequence.seq_id, None)
@@ -113,6 +124,33 @@ class GrammarMasks:
         if accepted:
             matcher.rollback(accepted)
         return bool(limited)
+
+    def _follow_all(self, sequences: Seq[Sequence]) -> list[_State]:
+        """`_follow` of each. Those with one new token, as after most steps, are told of it in one call."""
+        known, states = self._states, []
+        behind: list[tuple[Sequence, _State]] = []
+        for sequence in sequences:
+            state, seen = known.get(sequence.seq_id), len(sequence.tokens) - sequence.num_prompt_tokens - 1
+            if state is None or state.ended or state.num_seen != seen:
+                state = self._follow(sequence)
+            else:
+                state.num_seen += 1  # a sequence may have several rows
+                behind.append((sequence, state))
+            states.append(state)
+        self._accept_last(behind)
+        return states
+
+    def _accept_last(self, behind: Seq[tuple[Sequence, _State]]) -> None:
+        tokens = [sequence.tokens[-1] for sequence, _ in behind]
+        if len(behind) > 1:
+            fine = self._together.batch_accept_token([state.matcher for _, state in behind], tokens)
+        else:
+            fine = [state.matcher.accept_token(token) for (_, state), token in zip(behind, tokens, strict=True)]
+        for (sequence, state), token, accepted in zip(behind, tokens, fine, strict=True):
+            if not accepted:
+                raise _broken(sequence, token)
+            if token in self._stops:
+                state.ended = True
 
     def _follow(self, sequence: Sequence) -> _State:
         """The state of a sequence, behind all of its tokens."""

@@ -100,6 +100,31 @@ def test_all_rows_at_once_are_filled_like_each() -> None:
     assert not together.fill_all([sequences["abcd01"]], [()], torch.zeros(1, 3, dtype=torch.int32))
 
 
+def test_rows_that_are_begun_are_those_that_are_filled() -> None:
+    sequences = [sequence_of(text, index) for index, text in enumerate(["", "ab", "abc", "abcd01", "cd1"])]
+    sequences[3].tokens.append(STOP)
+    beside, together = masks("regex"), masks("regex")
+    with torch.inference_mode():  # as an engine does; the thread is not in it
+        for behind in ("", "1", "2"):
+            for sequence in (sequences[1], sequences[4]) if behind == "1" else (sequences[1],) if behind else ():
+                sequence.tokens += ids(behind)
+            bits, expected = torch.empty(5, 3, dtype=torch.int32), torch.zeros(5, 3, dtype=torch.int32)
+            wait = beside.begin(sequences, bits)
+            assert wait is not None
+            assert wait() == together.fill_all(sequences, [()] * 5, expected)
+            assert torch.equal(bits, expected)
+    assert beside.begin(sequences[:1], bits) is None
+
+
+def test_a_token_that_breaks_the_constraint_is_said_when_it_is_waited_for() -> None:
+    sequences = [sequence_of("ab", index) for index in range(4)]
+    begun, bits = masks("regex"), torch.empty(4, 3, dtype=torch.int32)
+    begun.begin(sequences, bits)()
+    sequences[2].tokens += ids("x")
+    with pytest.raises(InfermixError, match="request '2' breaks the constraint"):
+        begun.begin(sequences, bits)()
+
+
 def test_a_token_that_breaks_the_constraint() -> None:
     right, wrong = sequence_of("ab", 0), sequence_of("ax", 1)
     with pytest.raises(InfermixError, match="request '1' breaks the constraint"):

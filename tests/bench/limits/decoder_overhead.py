@@ -6,6 +6,9 @@ decoder replays from a graph (`eagle`: a pass over new tokens, a round of guesse
 inside, among what is done with their outputs: the replay as a whole counts as a forward, lists and copies before and
 behind it as the decoder's own. Where that is launched operator by operator (on a CPU, or without graphs), only
 embedding, layer and head count as forwards.
+
+Threads that a decoder lets work beside a forward (`constrained`: grammar masks of several sequences) count as far as
+it waits for them behind that forward.
 """
 
 from __future__ import annotations
