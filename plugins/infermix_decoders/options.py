@@ -170,9 +170,9 @@ class DraftModelOptions(DecoderOptions, frozen=True, kw_only=True):
     acceptance: Annotated[
         Literal["rejection", "coupled"],
         Meta(
-            description="for sampled requests. rejection: most drafts stay, the target's distribution, other draws "
-            "after a preemption (and beside other requests where adaptive); coupled: draft and target share their "
-            "noise, the very tokens of plain decoding"
+            description="for sampled requests. rejection: most drafts stay, the target's distribution; each round "
+            "makes one draft more, so that draws depend on no preemption or company; coupled: draft and target share "
+            "their noise, the very tokens of plain decoding"
         ),
     ] = "rejection"
 

@@ -37,11 +37,10 @@ ACCEPT_STREAM, DRAFT_STREAM = 1, 2
 
 @dataclass(slots=True)
 class Proposal:
-    """Drafts of one round. Unless every request is greedy, `q [drafts * sequences, V]` holds their distributions: all
-    first ones, all second ones, and so on, in the order of `tokens`.
-    """
+    """Drafts of one round by sequence; where they are drawn, `q [R, V]` has their distributions, `rows` its rows."""
 
     tokens: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    rows: dict[int, Seq[int]] = field(default_factory=dict)
     q: Tensor | None = None
 
 
@@ -53,6 +52,27 @@ class Ticket:
     sampler: Sampler
 
 
+def _proposal(owners: Seq[Seq[int]], columns: Seq[Tensor], distributions: Seq[Tensor] | None) -> Proposal:
+    """Of what each step drew for its owners; those that want fewer drafts are missing in the later ones."""
+    if not columns:
+        return Proposal()
+    drawn = host_ids(torch.cat(list(columns)))
+    places = _places(owners)
+    tokens = {owner: tuple([drawn[place] for place in own]) for owner, own in places.items()}
+    return Proposal(tokens) if distributions is None else Proposal(tokens, places, torch.cat(list(distributions)))
+
+
+def _places(owners: Seq[Seq[int]]) -> dict[int, Seq[int]]:
+    """Where the drafts of each owner are, step after step."""
+    width, steps = len(owners[0]), len(owners)
+    if len(owners[-1]) == width:  # as nearly always
+        return {owner: range(first, steps * width, width) for first, owner in enumerate(owners[0])}
+    found: dict[int, list[int]] = {}
+    for place, owner in enumerate(owner for step in owners for owner in step):
+        found.setdefault(owner, []).append(place)
+    return dict(found)
+
+
 class DraftModel:
     """The draft side: one shadow sequence per target sequence, in the same lane, over the same list of tokens."""
 
@@ -60,27 +80,24 @@ class DraftModel:
         self._second = second
         self._shadows: dict[int, Sequence] = {}
 
-    def propose(self, sequences: Seq[Sequence], count: int, *, greedy: bool) -> Proposal:
-        """`count` drafts for each sequence that the draft's KV has room for; reads the device once."""
-        shadows = [shadow for seq in sequences if (shadow := self._ready(seq, count)) is not None]
-        if not shadows:
-            return Proposal()
+    def propose(self, wanted: Seq[tuple[Sequence, int]], *, greedy: bool) -> Proposal:
+        """So many drafts for each sequence that the draft's KV has room for; reads the device once."""
+        ready = [(shadow, count) for seq, count in wanted if (shadow := self._ready(seq, count)) is not None]
         columns: list[Tensor] = []
         distributions: list[Any] = []
-        plan = Plan([Scheduled(shadow, shadow.num_uncomputed) for shadow in shadows])
-        for step in range(count):
-            forward = self._second.runner.forward(plan)
+        owners: list[list[int]] = []
+        for step in range(max((count for _, count in ready), default=0)):
+            going = [shadow for shadow, count in ready if count > step]
+            entries = [Scheduled(each, 1 if step else each.num_uncomputed) for each in going]
+            forward = self._second.runner.forward(Plan(entries))
             ids, q = self._draw(forward, greedy)
             columns.append(ids)
             distributions.append(q)
-            for shadow in shadows:
+            owners.append([shadow.seq_id for shadow in forward.sequences])
+            for shadow in going:
                 shadow.num_computed = len(shadow.tokens) + step
                 shadow.num_inflight = step + 1
-            if not step:
-                plan = Plan([Scheduled(shadow, 1) for shadow in shadows])
-        tokens, rows = host_ids(torch.cat(columns)), len(forward.sequences)
-        drafts = {shadow.seq_id: tuple(tokens[row::rows]) for row, shadow in enumerate(forward.sequences)}
-        return Proposal(drafts, None if greedy else torch.cat(distributions))
+        return _proposal(owners, columns, None if greedy else distributions)
 
     def keep(self, sequence: Sequence, num_tokens: int) -> None:
         """Of what was drafted only the first `num_tokens` tokens of the text hold."""
@@ -121,10 +138,11 @@ class SpeculativeDecoder:
     """Drafts on another model, verifies in one forward of the target.
 
     `rejection`: a draft x stays with probability min(1, p(x) / q(x)), the first that does not is replaced by a draw
-    from the normalised max(p - q, 0), and after the last one a bonus token is drawn from p: the target's distribution
-    exactly. Which tokens are drawn depends on where rounds begin. `coupled`: draft and target draw with the same
-    noise and a draft stays where both agree: the very tokens of plain decoding, with fewer acceptances. Greedy
-    requests are the same under both.
+    from the normalised max(p - q, 0): the target's distribution exactly. Behind the last draft comes a bonus token,
+    and so does the token behind a prompt. Drawn from p alone, they would make the tokens depend on where rounds
+    begin, hence on preemptions; so they are made as every other one, from one more draft that the target need not
+    read. `coupled`: draft and target draw with the same noise and a draft stays where both agree: the very tokens of
+    plain decoding, with fewer acceptances. Greedy requests are the same under both.
     """
 
     reads_tokens = True
@@ -149,7 +167,7 @@ class SpeculativeDecoder:
     def launch(self, plan: Plan, runner: Runner, sampler: Sampler) -> Ticket:
         count = self._length.current
         greedy = all(entry.sequence.request.sampling.temperature == 0 for entry in plan.entries)
-        # Drafts worth having; prompts get none, their first token comes from the target.
+        # Drafts that the target reads; prompts have none, their first token comes from the target.
         limits = [self._limit(entry, count) for entry in plan.entries]
         with self._counters.drafting():
             proposal = self._propose(plan, limits, count, greedy or not self._rejects)
@@ -183,10 +201,20 @@ class SpeculativeDecoder:
         self._draft.forget(sequence)
 
     def _propose(self, plan: Plan, limits: Seq[int], count: int, coupled: bool) -> Proposal:
-        ready = [entry.sequence for entry, limit in zip(plan.entries, limits, strict=True) if limit]
-        proposal = self._draft.propose(ready, count, greedy=coupled) if ready else Proposal()
-        self._draft_forwards += count if proposal.tokens else 0
+        pairs = zip(plan.entries, limits, strict=True)
+        if coupled:
+            wanted = [(entry.sequence, count) for entry, limit in pairs if limit]
+        else:
+            wanted = [
+                (entry.sequence, self._judged(entry.sequence, limit)) for entry, limit in pairs if completes(entry)
+            ]
+        proposal = self._draft.propose(wanted, greedy=coupled)
+        self._draft_forwards += max(map(len, proposal.tokens.values()), default=0)
         return proposal
+
+    def _judged(self, sequence: Sequence, limit: int) -> int:
+        """Tokens that a round of `limit` drafts may emit, as far as the draft has positions for them."""
+        return min(limit + 1, self._max_model_len - len(sequence.tokens) + 1)
 
     def _limit(self, entry: Scheduled, count: int) -> int:
         if entry.num_new_tokens != 1 or not completes(entry):
@@ -194,8 +222,8 @@ class SpeculativeDecoder:
         return room_for_drafts(entry.sequence, count, self._max_model_len)
 
     def _rows(self, plan: Plan, proposal: Proposal, limits: Seq[int], count: int, runner: Runner) -> list[Drafted]:
-        filled_to = count if self._uniform and proposal.tokens and self._all_fit(plan, count) else 0
         tokens = proposal.tokens
+        filled_to = count if self._uniform and tokens and any(limits) and self._all_fit(plan, count) else 0
         return [
             with_drafts(entry, tokens.get(entry.sequence.seq_id, ())[:limit], runner, filled_to)
             for entry, limit in zip(plan.entries, limits, strict=True)
@@ -223,7 +251,8 @@ def rejection_draws(
 ) -> tuple[Tensor, Tensor]:
     """Per row of the verification `[R]`: the token that ends the round there, and whether the row's draft stays.
 
-    A row without a draft of its own (the bonus, or one that fills up a captured step) has q = 0: its draw is from p.
+    A row that fills up a captured step, or whose draft model had no room, has q = 0: its draw is from p. The bonus
+    has a draft of its own, which is the draw where it stays.
     """
     p = sampler.probabilities(forward, row_prefixes(rows))
     tokens, q = _draft_rows(rows, proposal, p)
@@ -232,10 +261,10 @@ def rejection_draws(
     own = tokens[:, None]
     ratio = p.gather(1, own).squeeze(1), q.gather(1, own).squeeze(1)
     coins, noise = _noise(keys, (ACCEPT_STREAM, 0), p.device)
-    stays = coins.squeeze(1) * ratio[1] < ratio[0]
+    stays = (coins.squeeze(1) * ratio[1] < ratio[0]) & (ratio[1] > 0)
     left = residual(p, q)
     empty = left.sum(-1, keepdim=True) <= 0  # p equals q: the draft stays, its replacement is never used
-    return draw(torch.where(empty, p, left), noise), stays
+    return torch.where(stays, tokens, draw(torch.where(empty, p, left), noise)), stays
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
@@ -245,14 +274,15 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
 
 def _draft_rows(rows: Seq[Drafted], proposal: Proposal, p: Tensor) -> tuple[Tensor, Tensor]:
     """Draft token `[R]` and draft distribution `[R, V]` in place of every row's prediction."""
-    places = {seq_id: place for place, seq_id in enumerate(proposal.tokens)}
     tokens: list[int] = []
     targets: list[int] = []
     sources: list[int] = []
     for row in rows:
-        targets += range(len(tokens), len(tokens) + row.num_real)
-        sources += (places[row.entry.sequence.seq_id] + index * len(places) for index in range(row.num_real))
-        tokens += [*row.drafts, 0]
+        seq_id = row.entry.sequence.seq_id
+        judged = min(row.num_real + 1, len(proposal.tokens.get(seq_id, ())))
+        targets += range(len(tokens), len(tokens) + judged)
+        sources += proposal.rows.get(seq_id, ())[:judged]
+        tokens += [*proposal.tokens.get(seq_id, ())[:judged], *(0,) * (len(row.drafts) + 1 - judged)]
     q = torch.zeros_like(p)
     own, into, out_of = lists_to_device(p.device, tokens, targets, sources)
     if proposal.q is not None:

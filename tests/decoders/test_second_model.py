@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -53,11 +54,68 @@ def test_drafts_know_what_penalties_see(build_engine: Build, acceptance: str) ->
     assert counters["accepted_draft_tokens"] == counters["draft_tokens"] > 0
 
 
-def test_rejection_does_not_look_at_the_company(build_engine: Build) -> None:
-    """Rounds of a fixed length begin where they would begin for the request alone."""
+#: A draft that the target often contradicts.
+ROUGH = {
+    "draft": "target", "draft_quantizer": "rtn", "draft_quantizer_options": {"bits": 2, "group_size": 16},
+}  # fmt: skip
+REJECTING = [
+    ("speculative", ROUGH),
+    ("speculative", {**ROUGH, "adaptive": True, "num_draft_tokens": 6}),
+    ("speculative", {**ROUGH, "num_draft_tokens": 1}),
+    ("self_speculative", {"skip_layers": (1,)}),
+]
+
+
+def _name(decoder: Any) -> str:
+    return f"{decoder[0]}-{decoder[1].get('num_draft_tokens', 4)}{'-adaptive' if 'adaptive' in decoder[1] else ''}"
+
+
+@pytest.mark.parametrize("drafting", REJECTING, ids=_name)
+def test_rejection_does_not_look_at_the_company(build_engine: Build, drafting: Any) -> None:
     wanted = requests({"temperature": 0.9})
-    drafting = ("speculative", {"draft": "target", "draft_quantizer": "rtn"})
-    together = generate(build_engine(parts={"decoder": drafting}), wanted)
+    together = build_engine(parts={"decoder": drafting})
+    tokens = generate(together, wanted)
     alone = build_engine(parts={"decoder": drafting, "scheduler": ("static", {"batch_size": 1})})
-    assert generate(alone, list(reversed(wanted))) == together
-    assert generate(build_engine(), wanted) != together
+    assert generate(alone, list(reversed(wanted))) == tokens
+    assert generate(build_engine(), wanted) != tokens
+    counters = together.report().counters
+    assert 0 < counters["accepted_draft_tokens"] < counters["draft_tokens"]
+
+
+@pytest.mark.parametrize("drafting", REJECTING, ids=_name)
+def test_rejection_does_not_look_at_where_rounds_begin(build_engine: Build, drafting: Any) -> None:
+    """Preemptions, prompts in pieces and drafts without room begin rounds elsewhere; draws are as without them."""
+    wanted = requests({"temperature": 0.9})
+    tokens = generate(build_engine(parts={"decoder": drafting}), wanted)
+    pressed = build_engine(
+        parts={
+            "decoder": drafting, "kv": ("paged", {"block_size": 4}),
+            "scheduler": ("continuous", {"chunked": True, "max_num_batched_tokens": 7}),
+        },
+        max_model_len=44,
+        kv_memory_bytes=12 * 4 * 2 * 2 * 2 * 16 * 4,
+    )  # fmt: skip
+    assert generate(pressed, wanted) == tokens
+    assert pressed.report().counters["preemptions"] > 0
+
+
+def test_the_number_of_drafts_changes_no_draw(build_engine: Build) -> None:
+    wanted = requests({"temperature": 0.9})
+
+    def drawn(count: int) -> dict[str, list[int]]:
+        decoder = ("speculative", {**ROUGH, "num_draft_tokens": count})
+        return generate(build_engine(parts={"decoder": decoder}), wanted)
+
+    assert drawn(1) == drawn(3) == drawn(7)
+
+
+def test_rejection_up_to_the_last_position(build_engine: Build) -> None:
+    """Where the context ends the draft has fewer positions than a round would use."""
+    long = [
+        replace(each, sampling=replace(each.sampling, max_new_tokens=64 - len(each.prompt_ids), ignore_eos=True))
+        for each in requests({"temperature": 0.9})
+    ]
+    drafting = ("speculative", {**ROUGH, "num_draft_tokens": 7})
+    tokens = generate(build_engine(parts={"decoder": drafting}, max_model_len=64), long)
+    assert all(len(tokens[each.request_id]) == 64 - len(each.prompt_ids) for each in long)
+    assert generate(build_engine(parts={"decoder": drafting}, max_model_len=128), long) == tokens

@@ -67,8 +67,8 @@ class _Begun:
         if sequences == self.sequences:
             return self.bits
         places = {sequence.seq_id: place for place, sequence in enumerate(self.sequences)}
-        order = [places.get(sequence.seq_id) for sequence in sequences]
-        if None in order:
+        order = [places[sequence.seq_id] for sequence in sequences if sequence.seq_id in places]
+        if len(order) < len(sequences):
             return None
         rows = torch.empty(len(order), self.bits.shape[1], dtype=torch.int32, pin_memory=self.bits.is_pinned())
         rows.numpy()[:] = self.bits.numpy()[order]
