@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import product
 from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
-import torch
 from infermix.errors import UserError
 from infermix.roles.decoder import Emission, Forward, Runner, Sampler
 from infermix.roles.request import Sequence
@@ -18,6 +15,7 @@ from infermix.toolkit.sampling import stop_tokens
 from infermix.toolkit.verification import completes
 from torch import Tensor
 
+from infermix_decoders.beam_ranking import Best, Ranking, column_on_host, rank, rated
 from infermix_decoders.beam_search import BeamSearch
 from infermix_decoders.beam_space import BeamSpace, Fork
 from infermix_decoders.lane_rows import lists_to_device, to_device
@@ -45,22 +43,11 @@ class Group:
 
 
 @dataclass(slots=True)
-class Best:
-    """The best continuations of groups that are alike, best first: `found [3, G, k]` int64 on the device.
-
-    They are the place among the `width` best ones of each row, row after row; the token; and the bits of the score
-    in float64. One tensor, since every read waits for the device.
-    """
+class Ranked:
+    """Groups whose rows were ranked together, and their best continuations."""
 
     groups: list[Group]
-    found: Tensor
-    width: int
-
-    def rows(self) -> Iterator[tuple[Group, list[float], list[int], list[int]]]:
-        """Scores, beams and tokens of each group, waited for."""
-        places, tokens, scores = self.found.cpu().numpy()
-        columns = scores.view(np.float64), places // self.width, tokens
-        return zip(self.groups, *(column.tolist() for column in columns), strict=True)
+    best: Best
 
 
 class BeamDecoder:
@@ -70,8 +57,9 @@ class BeamDecoder:
     returns_outputs = True
     uses_sampler = False
 
-    def __init__(self, options: BeamOptions, eos_token_ids: tuple[int, ...]) -> None:
-        self._options, self._eos_token_ids = options, eos_token_ids
+    def __init__(self, options: BeamOptions, eos_token_ids: tuple[int, ...], ranking: Ranking) -> None:
+        self._options, self._eos_token_ids, self._ranking = options, eos_token_ids, ranking
+        self.details: dict[str, Any] = {}
         self._groups: dict[int, Group] = {}
         self._space: BeamSpace | None = None
 
@@ -79,7 +67,7 @@ class BeamDecoder:
         self._space = BeamSpace(space, shape, self._options.num_beams)
         return self._space
 
-    def launch(self, plan: Plan, runner: Runner, sampler: Sampler) -> list[Best]:
+    def launch(self, plan: Plan, runner: Runner, sampler: Sampler) -> list[Ranked]:
         assert self._space is not None, "the engine wraps the space before the first step"
         entries: list[Scheduled] = []
         groups: list[Group] = []
@@ -98,13 +86,22 @@ class BeamDecoder:
         runner.copy(copies)
         return self._candidates(groups, runner.forward(Plan(entries)))
 
-    def collect(self, ticket: list[Best]) -> list[Emission]:
+    def collect(self, ticket: list[Ranked]) -> list[Emission]:
+        assert self._space is not None
         emissions = []
-        for best in ticket:
-            for group, scores, beams, tokens in best.rows():
-                self._advance(group, scores, beams, tokens)
-                if group.search.done:
-                    emissions.append(_emission(group))
+        num_beams = self._options.num_beams
+        for ranked in ticket:
+            best = ranked.best
+            for index, (scores, beams, tokens) in enumerate(best.read(num_beams)):
+                group = ranked.groups[index]
+                if not group.search.length:
+                    self._space.begin(group.sequence.seq_id, group.sequence.num_prompt_tokens)
+                if not group.search.goes_on(scores, tokens):
+                    beams, tokens = group.search.advance(*best.all_of(index), group.output)
+                    if group.search.done:
+                        emissions.append(_emission(group))
+                        continue
+                self._go_on(group, beams, tokens)
         return emissions
 
     def reset(self) -> None:
@@ -135,53 +132,52 @@ class BeamDecoder:
         group = self._groups[sequence.seq_id] = Group(sequence, search, rows[:1], rows[1:])
         return group
 
-    def _candidates(self, groups: list[Group], forward: Forward) -> list[Best]:
+    def _candidates(self, groups: list[Group], forward: Forward) -> list[Ranked]:
         """Groups with as many rows that want as many continuations are looked at together: few launches a step."""
         alike: dict[tuple[int, int], list[Group]] = {}
         for group in groups:
             alike.setdefault((len(group.rows), group.search.num_candidates), []).append(group)
-        return [self._best(own, _rows_of(own, forward), num_rows, count) for (num_rows, count), own in alike.items()]
+        found = list[Ranked]()
+        replayed = False  # once a step: another replay would write where the first one's result lies
+        for (num_rows, count), own in alike.items():
+            logits, before = _rows_of(own, forward), [score for group in own for score in group.search.scores]
+            early = self._too_early(own)
+            if not (early or replayed) and self._ranking.replays(logits, len(own), num_rows, count):
+                best, replayed = self._ranking.replay(logits, before, len(own), count), True
+            else:
+                best = _launch(logits, before, early, len(own), count)
+            found.append(Ranked(own, best))
+        return found
 
-    def _best(self, groups: list[Group], logits: Tensor, num_rows: int, count: int) -> Best:
-        """`logits [groups * num_rows, V]`. No row gives more than `count`, and to look for these in each row first
-        is much faster than among all continuations of a group."""
-        own = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
-        self._withhold(groups, own)
-        rated, tokens = own.topk(min(count, own.shape[-1]), dim=-1)
-        before = [score for group in groups for score in group.search.scores]
-        total = rated.add_(_column(before, own.device)).view(len(groups), -1)
-        scores, places = total.topk(min(count, total.shape[-1]), dim=-1)
-        tokens = tokens.view(total.shape).gather(1, places)
-        return Best(groups, torch.stack((places, tokens, scores.double().view(torch.int64))), rated.shape[-1])
-
-    def _withhold(self, groups: list[Group], scores: Tensor) -> None:
-        """Stop tokens that come too early get no probability in the rows of their groups."""
-        rows: list[int] = []
-        stops: list[int] = []
+    def _too_early(self, groups: list[Group]) -> list[tuple[int, int]]:
+        """(row, token) of stop tokens that come too early, of all rows of `groups`."""
+        found = list[tuple[int, int]]()
         first = 0
         for group in groups:
-            if group.search.length < group.sequence.request.sampling.min_new_tokens:
-                found = stop_tokens(group.sequence.request.sampling, self._eos_token_ids)
-                for row in range(first, first + len(group.rows)):
-                    rows += [row] * len(found)
-                    stops += found
+            if group.search.length < (sampling := group.sequence.request.sampling).min_new_tokens:
+                rows = range(first, first + len(group.rows))
+                found += product(rows, stop_tokens(sampling, self._eos_token_ids))
             first += len(group.rows)
-        if rows:
-            scores[tuple(lists_to_device(scores.device, rows, stops))] = float("-inf")
+        return found
 
-    def _advance(self, group: Group, scores: list[float], beams: list[int], tokens: list[int]) -> None:
+    def _go_on(self, group: Group, parents: list[int], tokens: list[int]) -> None:
         """The beams of the next step: a row goes on with its first continuation, others fork from it."""
         assert self._space is not None
-        sequence, search = group.sequence, group.search
-        if not search.length:
-            self._space.begin(sequence.seq_id, sequence.num_prompt_tokens)
-        parents, tokens = search.advance(scores, beams, tokens, group.output)
-        if search.done:
-            return
         gone = _set_free(group, parents)
         forks = _continue(group, parents, tokens)
+        sequence = group.sequence
         rows = tuple([row.sequence.seq_id for row in group.rows])
-        self._space.arrange(sequence.seq_id, rows, forks, sequence.num_prompt_tokens + search.length - 1, gone)
+        length = sequence.num_prompt_tokens + group.search.length - 1
+        self._space.arrange(sequence.seq_id, rows, forks, length, gone)
+
+
+def _launch(logits: Tensor, before: list[float], early: list[tuple[int, int]], num_groups: int, count: int) -> Best:
+    """Rank without a graph; tokens that come too `early` get no probability."""
+    own = rated(logits)
+    if early:
+        own[tuple(lists_to_device(own.device, *zip(*early, strict=True)))] = float("-inf")
+    scores = column_on_host(before, own.device).to(own.device, non_blocking=True)
+    return Best(num_groups, rank(own, scores, num_groups, count)[0], min(count, own.shape[-1]), lambda scores: None)
 
 
 def _rows_of(groups: list[Group], forward: Forward) -> Tensor:
@@ -191,13 +187,6 @@ def _rows_of(groups: list[Group], forward: Forward) -> Tensor:
         return forward.logits
     place = {sequence.seq_id: index for index, sequence in enumerate(forward.sequences)}
     return forward.logits.index_select(0, to_device([place[row.seq_id] for row in rows], forward.logits.device))
-
-
-def _column(values: Seq[float], device: torch.device) -> Tensor:
-    """fp32 `[n, 1]`, without waiting for the device."""
-    host = torch.empty(len(values), 1, dtype=torch.float32, pin_memory=device.type == "cuda")
-    host.numpy()[:, 0] = values
-    return host.to(device, non_blocking=True)
 
 
 def _set_free(group: Group, parents: list[int]) -> list[int]:

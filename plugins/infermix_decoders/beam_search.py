@@ -10,6 +10,11 @@ from typing import Literal
 EarlyStopping = bool | Literal["never"]
 
 
+def num_candidates(num_beams: int, num_stops: int) -> int:
+    """Continuations that leave enough beams however many of them end."""
+    return max(2, 1 + num_stops) * num_beams
+
+
 @dataclass(frozen=True, slots=True)
 class Hypothesis:
     """A finished output; `score` is its sum of log-probabilities over its length to the power of the penalty."""
@@ -41,11 +46,19 @@ class BeamSearch:
         self._num_beams, self._max, self._stops = num_beams, max_new_tokens, stops
         self._penalty, self._early = length_penalty, early_stopping
         self._improvable = True
-        self.num_candidates = max(2, 1 + len(stops)) * num_beams
+        self.num_candidates = num_candidates(num_beams, len(stops))
         self.length = 0
         self.scores: list[float] = [0.0]
         self.finished: list[Hypothesis] = []
         self.done = False
+
+    def goes_on(self, scores: list[float], tokens: list[int]) -> bool:
+        """Take the `num_beams` best continuations as the new beams, where nothing ends, as in most steps."""
+        length = self.length + 1
+        if length >= self._max or len(self.finished) == self._num_beams or not self._stops.isdisjoint(tokens):
+            return False
+        self.length, self.scores = length, scores
+        return True
 
     def advance(
         self, scores: list[float], beams: list[int], tokens: list[int], output: Callable[[int], Seq[int]]
@@ -55,17 +68,16 @@ class BeamSearch:
         `scores` are sums of log-probabilities, `output(i)` is what beam i has written so far. Returns for every new
         beam which of the old ones it continues, and by which token.
         """
+        best = slice(self._num_beams)
+        if self.goes_on(scores[best], tokens[best]):
+            return beams[best], tokens[best]
         self.length += 1
-        full = len(self.finished) == self._num_beams
-        if not full and self.length < self._max and self._stops.isdisjoint(tokens[: self._num_beams]):
-            self.scores = scores[: self._num_beams]  # as in most steps, nothing ends
-            return beams[: self._num_beams], tokens[: self._num_beams]
         going = self._sort_out(scores, beams, tokens, output)
         self.scores = [scores[place] for place in going]
         full = len(self.finished) == self._num_beams
         if full and going:
-            best = self._normalised(self.scores[0], self._longest(self.length))
-            self._improvable &= best > self.finished[-1].score
+            best_score = self._normalised(self.scores[0], self._longest(self.length))
+            self._improvable &= best_score > self.finished[-1].score
         self.done = not going or not self._improvable or (full and self._early is True)
         return [beams[place] for place in going], [tokens[place] for place in going]
 

@@ -112,9 +112,9 @@ def _healing_provides(options: TokenHealingOptions, model: ModelFacts, machine: 
 
 
 def _build_beam(options: BeamOptions, context: DecoderContext) -> Any:
-    from infermix_decoders.beam import BeamDecoder
+    from infermix_decoders.build_beam import build_beam
 
-    return BeamDecoder(options, context.eos_token_ids)
+    return build_beam(options, context)
 
 
 def _build_diffusion(options: DiffusionOptions, context: DecoderContext) -> Any:

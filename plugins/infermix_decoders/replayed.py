@@ -32,6 +32,10 @@ class Replayed:
             self._captured[shape] = capture(partial(self.work, *shape))
             yield (done + 1) / len(self._every)
 
+    @property
+    def num_captured(self) -> int:
+        return len(self._captured)
+
     def launch(self) -> None:
         """Launch everything from here on, also what was captured."""
         self._captured.clear()

@@ -138,12 +138,13 @@ def copy_blocks(stacks: Sequence[Tensor], pairs: Sequence[tuple[int, int]]) -> N
         per_layer = max(1, prod(stack.shape[2:]) * stack.element_size() * len(pairs))
         at_once = max(1, _MOST_COPIED_BYTES // per_layer)
         for layers in stack.split(at_once) if at_once < len(stack) else (stack,):
-            layers[:, write] = layers[:, read]
+            layers.index_copy_(1, write, layers.index_select(1, read))
 
 
 def _indices(sources: Sequence[int], targets: Sequence[int], *, device: torch.device) -> Tensor:
     """int64 `[2, n]` on the device, in one copy that nobody waits for."""
-    host = torch.tensor([sources, targets], pin_memory=device.type == "cuda")
+    host = torch.empty(2, len(sources), dtype=torch.int64, pin_memory=device.type == "cuda")
+    host.numpy()[:] = sources, targets
     return host.to(device, non_blocking=True)
 
 

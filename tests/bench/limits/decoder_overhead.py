@@ -5,7 +5,7 @@ outputs (trees, masks, acceptance) is the decoder's own, and so is what it launc
 decoder replays from a graph (`eagle`: a pass over new tokens, a round of guesses; `medusa`: all heads) has forwards
 inside, among what is done with their outputs: the replay as a whole counts as a forward, lists and copies before and
 behind it as the decoder's own. Where that is launched operator by operator (on a CPU, or without graphs), only
-embedding, layer and head count as forwards.
+embedding, layer and head count as forwards. What `beam` replays (ranking continuations) is all its own.
 
 Threads that a decoder lets work beside a forward (`constrained`: grammar masks of several sequences) count as far as
 it waits for them behind that forward.
@@ -40,7 +40,7 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "beam": ("beam", {"num_beams": 4}),
 }
 #: Of these, those that replay work of their own from graphs: their engines are measured with graphs.
-REPLAYING = frozenset({"eagle", "medusa"})
+REPLAYING = frozenset({"beam", "eagle", "medusa"})
 
 
 class OwnTime:
