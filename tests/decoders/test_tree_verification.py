@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from decoding import generate, requests
 from infermix.engine import kept_paths
 from infermix.roles.component import Role
 from infermix.roles.decoder import Forward
-from infermix.roles.request import Sequence
+from infermix.roles.request import Request, Sequence
+from infermix.roles.scheduler import Plan, Scheduled
 from infermix.toolkit.conformance import example_machine, example_model
 from infermix.toolkit.tree_verification import DraftTree, TreeDecoder, Verified, equal_draws
 from uncaptured import LANES, uncaptured
@@ -154,6 +156,44 @@ def test_kv_that_stays_where_it_was_is_seen(build_engine: Build, monkeypatch: py
     truth = generate(build_engine(), wanted)
     monkeypatch.setattr(kept_paths.KeptPaths, "move", lambda self: None)
     assert generate(with_oracle(build_engine(), truth), wanted) != truth
+
+
+class Shaped:
+    """Two trees of one shape, and a deeper one."""
+
+    num_nodes, reads_hidden = 5, False
+    alike, deeper = (-1, 0, -1), (-1, 0, 1, 2)
+
+    def propose(self, sequences: Seq[Sequence], depths: Seq[int]) -> Seq[DraftTree]:
+        return [DraftTree((7, 8, 9), self.alike)] * 2 + [DraftTree((7, 8, 9, 6), self.deeper)]
+
+    def observe(self, verified: Seq[Verified], forward: Forward) -> None:
+        """Nothing is learnt."""
+
+
+def test_rows_of_one_shape_are_filled_up_and_measured_once() -> None:
+    wanted = Request(request_id="r", prompt_ids=(3, 4))
+    plan = Plan([Scheduled(Sequence(number, wanted, [3, 4], 2, num_computed=1), 1) for number in range(3)])
+    decoder = TreeDecoder(Shaped(), 4, 99, uniform=True)  # type: ignore[arg-type]
+    measured, depth_of = [], decoder._depth_of
+    decoder._depth_of = lambda parents: measured.append(parents) or depth_of(parents)  # type: ignore[func-returns-value]
+
+    def forward(given: Plan, want: Any) -> Forward:
+        rows = [entry.sequence for entry in given.entries for _ in range(entry.num_new_tokens)]
+        return Forward(torch.empty(0), rows, torch.empty(0))
+
+    runner = SimpleNamespace(forward=forward, reserve=lambda sequence, num_tokens: True)
+    sampler = SimpleNamespace(sample_rows=lambda *_: torch.full((18,), 50), accept=lambda *_: None)
+    ticket = decoder.launch(plan, runner, sampler)  # type: ignore[arg-type]
+    decoder.collect(ticket)
+    first, second, third = (row.entry.draft_parents for row in ticket.rows)
+    assert first == (-1, 0, -1, -1, -1)
+    assert second is first
+    assert third == (-1, 0, 1, 2, -1)
+    assert measured == [Shaped.alike, Shaped.deeper]
+    counters = decoder.counters()
+    assert [counters[f"drafted_at_{depth}"] for depth in (1, 2, 3, 4)] == [3, 3, 1, 1]
+    assert counters["draft_tokens"] == 10
 
 
 def test_draws_are_followed_down_the_tree() -> None:

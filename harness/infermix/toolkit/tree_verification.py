@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
@@ -166,6 +166,8 @@ class TreeTicket:
     forward: Forward
     sampler: Sampler
     judged: list[float]
+    #: By the identity of parents, which the rows keep, and how many of them are guesses.
+    depths: dict[tuple[int, int], int] = field(default_factory=dict)
 
 
 class TreeDecoder:
@@ -262,19 +264,32 @@ class TreeDecoder:
         entry, num_real = row.entry, row.num_real
         sequence, path = entry.sequence, self._path(row, draws, span, ticket)
         tokens = (*[entry.draft_ids[node] for node in path], draws[path[-1] + 1]) if path else (draws[0],)
-        depth = self._depth_of(entry.draft_parents[:num_real])
+        depth = self._depth(entry.draft_parents, num_real, ticket.depths)
         self._counters.count(depth, len(path), num_real - depth, sequence.request.category)
         ticket.sampler.accept(sequence, tokens)
         return Verified(entry, tokens, path, draws, ticket.starts[sequence.seq_id])
+
+    def _depth(self, parents: tuple[int, ...], num_real: int, known: dict[tuple[int, int], int]) -> int:
+        """Of the first guesses; `known` of shapes that rows of one step share, which saves comparing them."""
+        depth = known.get((id(parents), num_real))
+        if depth is None:
+            depth = known[id(parents), num_real] = self._depth_of(parents[:num_real])
+        return depth
 
     def _rows(self, plan: Plan, runner: Runner) -> list[Drafted]:
         with self._counters.drafting():
             trees = self._trees(plan)
         filled_to = self._filled_to(plan, trees)
         none = DraftTree((), (-1,) * filled_to)
+        shapes: dict[int, tuple[int, ...]] = {}
         rows = []
         for entry in plan.entries:
             tokens, parents = trees.get(entry.sequence.seq_id, none)
+            if filled_to:  # most trees of a step have one and the same shape
+                filled = shapes.get(id(parents))
+                if filled is None:
+                    filled = shapes[id(parents)] = parents + (-1,) * (filled_to - len(parents))
+                parents = filled
             rows.append(with_drafts(entry, tokens, runner, filled_to, parents))
         return rows
 
@@ -298,6 +313,8 @@ class TreeDecoder:
         if not wanted:
             return {}
         trees = self._drafter.propose([entry.sequence for entry in wanted], depths)
+        if min(map(self._room, wanted)) >= self._drafter.num_nodes:
+            return {entry.sequence.seq_id: tree for entry, tree in zip(wanted, trees, strict=True) if tree.tokens}
         return {
             entry.sequence.seq_id: tree.first(self._room(entry))
             for entry, tree in zip(wanted, trees, strict=True)

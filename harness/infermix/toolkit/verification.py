@@ -126,7 +126,8 @@ def with_drafts(
 ) -> Drafted:
     """The entry with `drafts` behind its own tokens, none when the KV has no room; filled up to `filled_to`.
 
-    With `parents` the drafts form a tree, and what fills up hangs on the last own token.
+    With `parents` the drafts form a tree, and what fills up hangs on the last own token (in `parents`, too, where
+    they are that many).
     """
     sequence, num_real = entry.sequence, len(drafts)
     wanted = max(num_real, filled_to)
@@ -135,7 +136,8 @@ def with_drafts(
     filled, tree = tuple(drafts), tuple(parents)
     if num_real < wanted:
         filled += (0,) * (wanted - num_real)
-        tree = tree[:num_real] + (-1,) * (wanted - num_real) if tree else ()
+        if tree and len(tree) != wanted:
+            tree = tree[:num_real] + (-1,) * (wanted - num_real)
     return Drafted(Scheduled(sequence, entry.num_new_tokens + wanted, filled, tree), num_real)
 
 
