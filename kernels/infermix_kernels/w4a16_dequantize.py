@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Protocol
+
 import torch
 import triton
 import triton.language as tl
@@ -75,12 +78,25 @@ def dequantize(weight: PackedW4, out: Tensor, *, first_row: int = 0) -> Tensor:
 
 
 def dequantized_product(x: Tensor, weight: PackedW4, bias: Tensor | None, out: Tensor, room: Tensor | None) -> None:
-    """`out = x weight^T + bias` by way of expanded weights, x's columns being in packed order.
+    """`out = x weight^T + bias` by way of expanded weights (`expanded_product`), x being in packed order."""
+    expanded_product(x, weight.out_features, partial(dequantize, weight), bias, out, room)
+
+
+class Expand(Protocol):
+    """Writes output features from `first_row` on into `[n, K]`."""
+
+    def __call__(self, out: Tensor, *, first_row: int) -> object: ...
+
+
+def expanded_product(
+    x: Tensor, num_features: int, expand: Expand, bias: Tensor | None, out: Tensor, room: Tensor | None
+) -> None:
+    """`out [M, num_features] = x [M, K] weight^T + bias`, the weight being what `expand` writes.
 
     `room` (1-dimensional, in x's dtype) takes as many whole output features at a time as fit; a piece that fits into
     the L2 cache never reaches memory.
     """
-    num_features, width = weight.out_features, weight.in_features
+    width = x.shape[1]
     if room is None:
         size = min(max(DEFAULT_ROOM, width), num_features * width)
         room = torch.empty(size, dtype=x.dtype, device=x.device)
@@ -92,7 +108,7 @@ def dequantized_product(x: Tensor, weight: PackedW4, bias: Tensor | None, out: T
     for first in range(0, num_features, rows):
         last = min(first + rows, num_features)
         piece = room[: (last - first) * width].view(last - first, width)
-        dequantize(weight, piece, first_row=first)
+        expand(piece, first_row=first)
         if bias is None:
             torch.mm(x, piece.t(), out=out[:, first:last])
         else:

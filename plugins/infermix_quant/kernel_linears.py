@@ -15,6 +15,9 @@ from infermix_kernels.fp8 import fp8_linear
 from infermix_kernels.launch import overlaps_launches
 from infermix_kernels.matmul_launch import MatmulWorkspace
 from infermix_kernels.matmul_table import Family, LinearShape, MatmulTable
+from infermix_kernels.nf4 import MAX_TILED_ROWS, described, nf4_linear
+from infermix_kernels.nf4_pack import PackedNf4, pack_nf4
+from infermix_kernels.nf4_pack import fits as fits_nf4
 from infermix_kernels.pack import PLANE, RUN, PackedW4, pack_w4
 from infermix_kernels.tune import TuneShapes, tune_all
 from infermix_kernels.w4a16 import w4a16_linear
@@ -25,6 +28,7 @@ from torch import Tensor, nn
 from infermix_quant.linear_fp8 import Fp8Linear
 from infermix_quant.linear_grouped import GroupedLinear, QuantLinear
 from infermix_quant.linear_int8 import Int8Linear, LlmInt8Linear, outlier_mask
+from infermix_quant.nf4 import Nf4Linear
 
 #: Kernel against plain product of the same numbers; a value that is rounded to 8 bits may fall to either side.
 _TOLERANCES = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 2e-2}
@@ -48,7 +52,9 @@ class Launching:
 
 
 class KernelLinear(QuantLinear):
-    """Flattens rows around `product [M, K] -> [M, N]`."""
+    """Flattens rows around `product [M, K] -> [M, N]`. `checked_rows` are compared with the plain product."""
+
+    checked_rows: tuple[int, ...] = _CHECKED_ROWS
 
     def __init__(self, plain: QuantLinear, launching: Launching) -> None:
         super().__init__(plain.out_features, plain.in_features, plain.bias)
@@ -83,6 +89,26 @@ class W4KernelLinear(KernelLinear):
 
     def product(self, x: Tensor) -> Tensor:
         return w4a16_linear(x, self._packed, self.bias, **self.shared)
+
+
+class Nf4KernelLinear(KernelLinear):
+    """Scales stay as they are stored: those of 8 bits are restored by every product, and count as 8 bits."""
+
+    checked_rows = (*_CHECKED_ROWS, MAX_TILED_ROWS + 1)
+
+    def __init__(self, plain: Nf4Linear, launching: Launching) -> None:
+        super().__init__(plain, launching)
+        self.kernel = described(plain.block_size)
+        self._packed: PackedNf4 = pack_nf4(
+            plain.codes(), plain.absmax, plain.table, block_size=plain.block_size,
+            absmax_scale=plain.absmax_scale, absmax_mean=plain.absmax_mean, scale_block=plain.scale_block or 0,
+        )  # fmt: skip
+        for name in ("words", "absmax", "absmax_scale", "absmax_mean"):
+            self.register_buffer(name, getattr(self._packed, name))
+
+    def product(self, x: Tensor) -> Tensor:
+        launching = self._launching
+        return nf4_linear(x, self._packed, self.bias, workspace=launching.workspace, pdl=launching.overlap)
 
 
 class W8A8KernelLinear(KernelLinear):
@@ -157,6 +183,8 @@ def _kind(linear: QuantLinear, dtype: torch.dtype) -> Any:
     """The class that takes the linear, `None` when it stays as it is."""
     if isinstance(linear, GroupedLinear):
         return W4KernelLinear if _fits_w4(linear) else None
+    if isinstance(linear, Nf4Linear):
+        return Nf4KernelLinear if fits_nf4(linear.in_features, linear.block_size) else None
     if dtype == torch.float32:  # activations in 8 bits where fp32 is wanted are simulated
         return None
     if isinstance(linear, LlmInt8Linear):
@@ -178,6 +206,8 @@ def _shapes(linear: QuantLinear, dtype: torch.dtype) -> list[LinearShape]:
     if isinstance(linear, GroupedLinear):
         size, zeros = linear.in_features // linear.scale.shape[1], linear.zero is not None
         return [LinearShape("w4a16", linear.out_features, linear.in_features, size, zeros, dtype.itemsize)]
+    if isinstance(linear, Nf4Linear):  # nothing about its launches is measured
+        return []
     families: list[Family] = ["fp8" if isinstance(linear, Fp8Linear) else "int8"]
     families += ["w8a16"] if isinstance(linear, LlmInt8Linear) else []
     return [
@@ -192,7 +222,7 @@ def _tune(shapes: Sequence[LinearShape], device: torch.device, context: Quantize
 
 
 def _verify(made: KernelLinear, plain: QuantLinear, name: str, dtype: torch.dtype, device: torch.device) -> None:
-    for rows in _CHECKED_ROWS:
+    for rows in made.checked_rows:
         draw = torch.Generator().manual_seed(rows)
         x = made.probe(torch.randn(rows, made.in_features, generator=draw)).to(device, dtype)
         expected = plain(x).double()

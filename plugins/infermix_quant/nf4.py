@@ -38,6 +38,8 @@ class Nf4Linear(QuantLinear):
     """
 
     kernel = "dequantize+matmul"
+    block_size: int
+    scale_block: int | None
     packed: Tensor
     absmax: Tensor
     absmax_scale: Tensor | None
@@ -47,7 +49,7 @@ class Nf4Linear(QuantLinear):
     def __init__(self, weight: Tensor, bias: Tensor | None, *, block_size: int, scale_block: int | None) -> None:
         """`weight [out, in]`; its size is a multiple of `block_size`."""
         super().__init__(weight.shape[0], weight.shape[1], bias)
-        self._block_size, self._scale_block = block_size, scale_block
+        self.block_size, self.scale_block = block_size, scale_block
         blocks = weight.detach().float().reshape(-1, block_size)
         absmax = blocks.abs().amax(dim=1)
         codes = nearest_codes(blocks / absmax.clamp_min(1e-30)[:, None])
@@ -64,17 +66,20 @@ class Nf4Linear(QuantLinear):
 
     def scales(self) -> Tensor:
         """fp32, one per block."""
-        if self._scale_block is None:
+        if self.scale_block is None:
             return self.absmax
         assert self.absmax_scale is not None
         assert self.absmax_mean is not None
-        padded = self.absmax.float().view(-1, self._scale_block) * self.absmax_scale[:, None] + self.absmax_mean
-        return padded.flatten()[: self.out_features * self.in_features // self._block_size]
+        padded = self.absmax.float().view(-1, self.scale_block) * self.absmax_scale[:, None] + self.absmax_mean
+        return padded.flatten()[: self.out_features * self.in_features // self.block_size]
+
+    def codes(self) -> Tensor:
+        """uint8 `[out, in]`, indices into `table`."""
+        return unpack_columns(self.packed, 4, self.in_features)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """`[out, in]`."""
-        codes = unpack_columns(self.packed, 4, self.in_features)
-        values = self.table.index_select(0, codes.flatten().int()).view(-1, self._block_size)
+        values = self.table.index_select(0, self.codes().flatten().int()).view(-1, self.block_size)
         return (values * self.scales()[:, None]).to(dtype).view(self.out_features, self.in_features)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -6,12 +6,14 @@ import pytest
 import torch
 from infermix.errors import WrongResult
 from infermix.roles.quantizer import QuantizerContext
+from infermix_kernels import nf4
 from infermix_quant import kernel_linears
 from infermix_quant.gptq import GptqSettings, gptq
 from infermix_quant.hqq import HqqSettings, hqq
 from infermix_quant.kernel_linears import (
     KernelLinear,
     LlmInt8KernelLinear,
+    Nf4KernelLinear,
     W4KernelLinear,
     W8A8KernelLinear,
     use_kernels,
@@ -19,6 +21,8 @@ from infermix_quant.kernel_linears import (
 from infermix_quant.linear_fp8 import Fp8Linear, fp8_weight
 from infermix_quant.linear_grouped import GroupedLinear
 from infermix_quant.linear_int8 import Int8Linear, LlmInt8Linear, Outliers, int8_weight
+from infermix_quant.nf4 import Nf4Linear
+from infermix_quant.options import Nf4Options, nf4_bits
 from torch import nn
 
 
@@ -37,6 +41,35 @@ def test_four_bits_run_on_the_kernel(act_order: bool, symmetric: bool) -> None:
     assert isinstance(made["up"], W4KernelLinear)
     assert model["up"] is made["up"]
     torch.testing.assert_close(made["up"](x[:3]), plain(x[:3]), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("double_quant", [False, True])
+def test_nf4_runs_on_the_kernel(double_quant: bool, dtype: str) -> None:
+    """`use_kernels` compares every way of multiplying; here leading rows, a bias, and the bytes that are held."""
+    kind, draw = getattr(torch, dtype), torch.Generator().manual_seed(0)
+    weight = torch.randn(16, 1024, generator=draw)
+    scale_block = 256 if double_quant else None
+    plain = Nf4Linear(weight, torch.ones(16, dtype=kind), block_size=64, scale_block=scale_block)
+    model = nn.ModuleDict({"up": plain})
+    made = use_kernels(model, {"up": plain}, QuantizerContext(device="cpu", dtype=dtype))["up"]
+    assert isinstance(made, Nf4KernelLinear)
+    assert model["up"] is made
+    assert made.kernel == "triton nf4, above 64 rows dequantize (triton) + matmul"
+    assert made.num_bytes == plain.num_bytes
+    assert made.num_bytes * 8 / weight.numel() == pytest.approx(
+        nf4_bits(Nf4Options(double_quant=double_quant)), abs=0.01
+    )
+    x = torch.randn(2, 3, 1024, generator=draw).to(kind)
+    torch.testing.assert_close(made(x), plain(x), rtol=1e-2, atol=1e-1 if kind == torch.float16 else 1e-3)
+
+
+def test_a_wrong_nf4_kernel_is_found_with_many_rows_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the way that expands weights is wrong."""
+    monkeypatch.setattr(nf4, "dequantize", lambda weight, out, *, first_row: out.zero_())
+    plain = Nf4Linear(_weight(), None, block_size=64, scale_block=None)
+    with pytest.raises(WrongResult, match=r"dequantize \(triton\) \+ matmul of up with 65 rows differs"):
+        use_kernels(nn.ModuleDict({"up": plain}), {"up": plain}, QuantizerContext(device="cpu", dtype="float16"))
 
 
 def test_int8_runs_on_the_kernel_in_half_precision() -> None:
@@ -75,7 +108,10 @@ def test_what_no_kernel_multiplies_stays() -> None:
         "three": GroupedLinear(gptq(_weight(), torch.eye(64), GptqSettings(3, 32, True)), None),
         "odd": GroupedLinear(gptq(_weight(), torch.eye(64), GptqSettings(4, 16, True)), None),
         "hqq": GroupedLinear(hqq(_weight(), HqqSettings(4, 32)), None),
+        "small": Nf4Linear(_weight(), None, block_size=8, scale_block=None),
+        "across": Nf4Linear(_weight(), None, block_size=128, scale_block=None),
         "weights": Fp8Linear(*fp8_weight(_weight(), "channel"), None, activations="none"),
     }
     made = use_kernels(nn.ModuleDict(linears), dict(linears), QuantizerContext(device="cpu", dtype="float16"))
     assert not any(isinstance(each, KernelLinear) for each in made.values())
+    assert {made[name].kernel for name in ("small", "across")} == {"dequantize+matmul"}

@@ -20,7 +20,7 @@ from infermix_kernels.pack import pack_w4
 from infermix_kernels.reference import matmul as meant
 from infermix_kernels.tune import TuneShapes, tune_all
 from infermix_kernels.w8a8_row import FP8_ROW
-from kernel_nf4 import WeightNf4
+from kernel_nf4 import OurNf4, WeightNf4, launches
 from kernel_timing import DEVICE, DTYPE, GPU, Ceilings, Goal, Sheet, graph_seconds, relative_error
 from torch import Tensor
 
@@ -98,6 +98,7 @@ def linear_rows(sheet: Sheet, limits: Ceilings, tables: Path | None) -> None:
     for rows in SIZES:
         _bf16(sheet, limits, rows)
         _w4a16(sheet, rows, table)
+        _our_nf4(sheet, rows)
         for name, kind in (("int8", torch.int8), ("fp8", torch.float8_e4m3fn)):
             _w8a8(sheet, name, kind, rows, table)
 
@@ -167,6 +168,34 @@ def _w4a16(sheet: Sheet, rows: int, table: MatmulTable | None) -> None:
     for label, make, ours in contenders:
         sheet.add(row, label, goal, partial(measure, weights, rows, make), ours=ours)
     sheet.add(row, "bitsandbytes NF4", goal, partial(_nf4, rows))
+
+
+def _our_nf4(sheet: Sheet, rows: int) -> None:
+    """Ours, beside 4 bits without a table and the linears that both replace."""
+    row = f"linears NF4 M={rows}"
+    if not sheet.wants(row):
+        return
+    goal, options = Goal("us/layer", False), {"workspace": MatmulWorkspace.allocate(DEVICE)}
+    early = {**options, "pdl": overlaps_launches(DEVICE)}
+    weights = [[OurNf4.random(n, k) for n, k in LINEARS] for _ in range(LAYERS)]
+    contenders: list[tuple[str, dict[str, Any], Any]] = [
+        ("ours", early, None),
+        ("ours, no early starts", options, None),
+    ]
+    contenders += [(f"ours, {name}", options, make) for name, make in launches(rows).items()]
+    for label, given, make in contenders:
+        sheet.add(row, label, goal, partial(measure, weights, rows, lambda w, g=given, m=make: w.linear(g, m)))
+    sheet.add(row, "ours, 8-bit scales", goal, partial(_our_nf4_double, rows, early))
+    fours = [[Weight4.random(n, k) for n, k in LINEARS] for _ in range(LAYERS)]
+    sheet.add(row, "ours W4A16", goal, partial(measure, fours, rows, partial(_our_w4, early)))
+    plain = [[Plain(torch.randn(n, k, device=DEVICE).to(DTYPE)) for n, k in LINEARS] for _ in range(LAYERS)]
+    sheet.add(row, "torch.mm bf16", goal, partial(measure, plain, rows, _mm))
+    sheet.add(row, "bitsandbytes NF4", goal, partial(_nf4, rows))
+
+
+def _our_nf4_double(rows: int, options: dict[str, Any]) -> tuple[float, float]:
+    weights = [[OurNf4.random(n, k, True) for n, k in LINEARS] for _ in range(LAYERS)]
+    return measure(weights, rows, lambda weight: weight.linear(options))
 
 
 def _nf4(rows: int) -> tuple[float, float]:

@@ -16,6 +16,8 @@ from infermix_kernels import (
     gemv_gated,
     greedy,
     kv_write,
+    nf4,
+    nf4_dequantize,
     norm,
     rotary,
     sampling,
@@ -26,6 +28,7 @@ from infermix_kernels import (
     w8a16,
 )
 from infermix_kernels.matmul_launch import MatmulLaunch, MatmulWorkspace, RowLaunch
+from infermix_kernels.nf4_pack import PackedNf4
 from infermix_kernels.pack import PackedW4
 from infermix_kernels.w8a8_row import FP8_ROW
 from torch import Tensor
@@ -86,6 +89,20 @@ def four_bits(rows: int, zeros: bool = False, launch: Any = None, pdl: bool = Fa
     w4a16.w4a16_linear(tensor(rows, K), packed(zeros), workspace=workspace, launch=launch, pdl=pdl)
 
 
+def nf4_weight(block: int = 64, double: bool = False) -> PackedNf4:
+    blocks, tables = N * K // block, (tensor(16, of=FP32), tensor(16, of=torch.float16), tensor(16))
+    words = tensor(N, K // 8, of=torch.int32)
+    if not double:
+        return PackedNf4(words, tensor(blocks, of=FP32), None, None, tables, K, block)
+    scales = tensor(blocks, of=INT8), tensor(blocks // 256, of=FP32), tensor(of=FP32)
+    return PackedNf4(words, *scales, tables, K, block, 256)
+
+
+def nf4_product(rows: int, block: int = 64, double: bool = False, launch: Any = None, pdl: bool = False) -> None:
+    workspace, weight = MatmulWorkspace.allocate("meta"), nf4_weight(block, double)
+    nf4.nf4_linear(tensor(rows, K), weight, workspace=workspace, launch=launch, pdl=pdl)
+
+
 def skinny(rows: int, launch: Any = None, pdl: bool = False) -> None:
     workspace = MatmulWorkspace.allocate("meta")
     gemv.skinny_linear(tensor(rows, K), tensor(N, K), workspace=workspace, launch=launch, pdl=pdl)
@@ -109,6 +126,8 @@ FAST: dict[str, Callable[[], object]] = {
     "w4 tile, one row, early start": lambda: four_bits(1, True, pdl=True),
     "w4 tile, zeros": lambda: four_bits(8, True),
     "w4 tile, large": lambda: four_bits(200),
+    "nf4 gemv, early start": lambda: nf4_product(1, pdl=True),
+    "nf4 tile": lambda: nf4_product(8),
     "int8 gemv": lambda: eight_bits(1, INT8),
     "int8 row, early start": lambda: row(INT8),
     "fp8 row, early start": lambda: row(FP8),
@@ -132,6 +151,13 @@ FULL: dict[str, Callable[[], object]] = {
     "w4 tile, broad": lambda: four_bits(64, launch=w4a16.broad_launch(64, N, K)),
     "w4 tile, shared": lambda: four_bits(512, launch=w4a16.SHARED_TILE),
     "w4 tile, square": lambda: four_bits(512, launch=w4a16.SQUARE_TILE),
+    "nf4 gemv, 8-bit scales": lambda: nf4_product(1, double=True),
+    "nf4 gemv, small blocks": lambda: nf4_product(3, 16, True),
+    "nf4 tile, 8-bit scales, early start": lambda: nf4_product(16, double=True, pdl=True),
+    "nf4 tile, 64 rows": lambda: nf4_product(64),
+    "nf4 tile, large blocks": lambda: nf4_product(33, 256),
+    "nf4 expanded": lambda: nf4_dequantize.dequantize(nf4_weight(), tensor(N, K)),
+    "nf4 expanded, small blocks": lambda: nf4_dequantize.dequantize(nf4_weight(16, True), tensor(N, K)),
     "w8a16": lambda: eight_bits(8, INT8, weight_only=True),
     "w8a16, fp8": lambda: eight_bits(8, FP8, weight_only=True),
     "w8a16, large": lambda: eight_bits(512, INT8, weight_only=True),

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from infermix_kernels import activation, gemv, kv_write, norm, pack, quantize, sampling, w4a16, w8a8
+from infermix_kernels import activation, gemv, kv_write, nf4, nf4_pack, norm, pack, quantize, sampling, w4a16, w8a8
 from infermix_kernels.matmul_launch import MatmulLaunch, MatmulWorkspace
 from infermix_kernels.rotary import HeadNorms, RotaryTable, rotary
 
@@ -30,7 +30,7 @@ def _run(arguments: list[str], **environment: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("module", ["operators_interpreted", "sampling_interpreted"])
+@pytest.mark.parametrize("module", ["operators_interpreted", "nf4_interpreted", "sampling_interpreted"])
 def test_interpreted_kernels_match_their_meaning(module: str) -> None:
     path = str(FOLDER / f"{module}.py")
     assert " passed" in _run(["-m", "pytest", "-q", "-p", "no:xdist", path], TRITON_INTERPRET="1")
@@ -113,6 +113,8 @@ def test_symmetric_weights_store_no_zero_points() -> None:
 
 X = torch.zeros(3, 64)
 W4 = pack.pack_w4(torch.zeros(8, 64, dtype=torch.uint8), torch.ones(8, 2))
+CODES, VALUES = torch.zeros(8, 64, dtype=torch.uint8), torch.zeros(16)
+NF4 = nf4_pack.pack_nf4(CODES, torch.ones(32), VALUES, block_size=16)
 TABLE = RotaryTable(torch.zeros(9, 8), torch.zeros(9, 8))
 POOL = torch.zeros(2, 16, 2, 16)
 HEADS = torch.zeros(3, 2, 16)
@@ -146,8 +148,23 @@ REFUSED: list[tuple[str, Any]] = [
     ("top_k is torch.float32", lambda: sampling.sample(X, *(torch.ones(3) for _ in range(5)))),
     ("groups of 96 columns", lambda: pack.pack_w4(torch.zeros(8, 192, dtype=torch.uint8), torch.ones(8, 2))),
     ("multiple of 32", lambda: pack.pack_w4(torch.zeros(8, 64, dtype=torch.uint8), torch.ones(8, 4))),
+    ("blocks of 24 in rows of 64", lambda: nf4_pack.pack_nf4(CODES, torch.ones(8), VALUES, block_size=24)),
+    ("blocks of 128 in rows of 64", lambda: nf4_pack.pack_nf4(CODES, torch.ones(4), VALUES, block_size=128)),
+    ("absmax has shape", lambda: nf4_pack.pack_nf4(CODES, torch.ones(7), VALUES, block_size=64)),
+    ("absmax is torch.int8", lambda: nf4_pack.pack_nf4(CODES, torch.ones(8).char(), VALUES, block_size=64)),
+    ("needs absmax_scale", lambda: _double(None)),
+    ("absmax_scale has shape", lambda: _double(torch.ones(2))),
+    ("x has 32 columns, the weight 64", lambda: nf4.nf4_linear(X[:, :32], NF4)),
+    ("out has shape", lambda: nf4.nf4_linear(X, NF4, out=torch.zeros(3, 7))),
+    ("tiles need blocks of 32", lambda: nf4.nf4_linear(X, NF4, launch=MatmulLaunch(16, 64, 256))),
+    ("block_k is 64", lambda: nf4.nf4_linear(X, NF4, launch=nf4.GemvLaunch(1, 64))),
     ("must have 32 each", lambda: pack.pack_w4(BYTES.byte(), torch.ones(8, 2), group_index=torch.zeros(64))),
 ]
+
+
+def _double(scale: torch.Tensor | None) -> nf4_pack.PackedNf4:
+    scales = {"absmax_scale": scale, "absmax_mean": torch.tensor(0.0)}
+    return nf4_pack.pack_nf4(CODES, torch.ones(8).char(), VALUES, block_size=64, scale_block=8, **scales)
 
 
 def _narrow() -> pack.PackedW4:
