@@ -15,6 +15,7 @@ from infermix_quant.kernel_linears import (
     LlmInt8KernelLinear,
     Nf4KernelLinear,
     W4KernelLinear,
+    W4RestKernelLinear,
     W8A8KernelLinear,
     use_kernels,
 )
@@ -41,6 +42,32 @@ def test_four_bits_run_on_the_kernel(act_order: bool, symmetric: bool) -> None:
     assert isinstance(made["up"], W4KernelLinear)
     assert model["up"] is made["up"]
     torch.testing.assert_close(made["up"](x[:3]), plain(x[:3]), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("group_size", [32, 64, 256])
+def test_zero_points_between_integers_run_on_the_kernel(dtype: str, group_size: int) -> None:
+    kind, draw = getattr(torch, dtype), torch.Generator().manual_seed(0)
+    weight = (torch.randn(16, 512, generator=draw) + 0.3).to(kind)
+    plain = GroupedLinear(hqq(weight, HqqSettings(4, group_size)), torch.ones(16, dtype=kind))
+    assert plain.zero is not None
+    assert plain.zero.is_floating_point()
+    context = QuantizerContext(device="cpu", dtype=dtype)
+    made = use_kernels(nn.ModuleDict({"up": plain}), {"up": plain}, context)["up"]
+    assert isinstance(made, W4RestKernelLinear)
+    assert made.kernel == "triton w4a16 + matmul over groups"
+    x = (torch.randn(2, 3, 512, generator=draw) + 1).to(kind)  # sums over groups are large
+    exact = x.double() @ plain.dequantize(torch.float64).t() + 1
+    error, allowed = (float((each.double() - exact).norm() / exact.norm()) for each in (made(x), plain(x)))
+    assert error <= max(2 * allowed, 1e-4), "no worse than rounding each weight, or than fp32 products of tf32"
+
+
+def test_what_is_left_of_zero_points_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it the kernel would be another quantizer, and `use_kernels` says so."""
+    monkeypatch.setattr(W4RestKernelLinear, "product", W4KernelLinear.product)
+    plain = GroupedLinear(hqq(_weight(), HqqSettings(4, 32)), None)
+    with pytest.raises(WrongResult, match=r"matmul over groups of up with 1 rows differs"):
+        use_kernels(nn.ModuleDict({"up": plain}), {"up": plain}, QuantizerContext(device="cpu", dtype="float32"))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
@@ -107,7 +134,7 @@ def test_what_no_kernel_multiplies_stays() -> None:
     linears = {
         "three": GroupedLinear(gptq(_weight(), torch.eye(64), GptqSettings(3, 32, True)), None),
         "odd": GroupedLinear(gptq(_weight(), torch.eye(64), GptqSettings(4, 16, True)), None),
-        "hqq": GroupedLinear(hqq(_weight(), HqqSettings(4, 32)), None),
+        "hqq": GroupedLinear(hqq(_weight(), HqqSettings(3, 32)), None),
         "small": Nf4Linear(_weight(), None, block_size=8, scale_block=None),
         "across": Nf4Linear(_weight(), None, block_size=128, scale_block=None),
         "weights": Fp8Linear(*fp8_weight(_weight(), "channel"), None, activations="none"),

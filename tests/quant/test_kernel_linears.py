@@ -25,7 +25,7 @@ def test_interpreted_kernels_match_their_meaning() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("name", ["gptq", "awq", "smoothquant", "fp8", "llm_int8", "nf4"])
+@pytest.mark.parametrize("name", ["gptq", "awq", "smoothquant", "fp8", "llm_int8", "nf4", "hqq"])
 def test_quantizers_use_the_kernels_on_a_gpu(name: str) -> None:
     from infermix.plugins import load_catalogue
     from infermix.roles.component import Role
