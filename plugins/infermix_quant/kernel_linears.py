@@ -101,7 +101,8 @@ class W4RestKernelLinear(W4KernelLinear):
     """Zero points z between integers, as `hqq` has them.
 
     (q - z) s is (q - r) s + (r - z) s for the nearest integer r. The kernel multiplies the first; the second is the
-    same in all columns of a group, so that sums of x over groups times `rest [groups, N]` are what is missing.
+    same in all columns of a group, so that means of x over groups times `rest [groups, N]` are what is missing: sums
+    may exceed what fp16 holds, and `rest` has the size of a group as a factor.
     """
 
     kernel = "triton w4a16 + matmul over groups"
@@ -110,13 +111,13 @@ class W4RestKernelLinear(W4KernelLinear):
     def whole_zeros(self, weight: Quantized) -> Tensor:
         assert weight.zero is not None
         nearest = weight.zero.float().round().clamp(0, 16)
-        rest = (nearest - weight.zero.float()) * weight.scale.float()
+        rest = (nearest - weight.zero.float()) * weight.scale.float() * (self.in_features // weight.scale.shape[1])
         self.register_buffer("rest", rest.t().contiguous().to(weight.scale.dtype))
         return nearest.to(torch.uint8)
 
     def product(self, x: Tensor) -> Tensor:
-        sums = x.reshape(len(x), len(self.rest), -1).sum(-1)
-        return torch.addmm(super().product(x), sums, self.rest.to(x.dtype))
+        means = x.unflatten(1, (len(self.rest), -1)).mean(-1)
+        return torch.addmm(super().product(x), means, self.rest.to(x.dtype))
 
 
 class Nf4KernelLinear(KernelLinear):

@@ -62,6 +62,20 @@ def test_zero_points_between_integers_run_on_the_kernel(dtype: str, group_size: 
     assert error <= max(2 * allowed, 1e-4), "no worse than rounding each weight, or than fp32 products of tf32"
 
 
+def test_groups_of_large_activations_and_no_rows_at_all() -> None:
+    """Sums of such groups are beyond fp16, products with weights of both signs are not."""
+    draw = torch.Generator().manual_seed(0)
+    plain = GroupedLinear(hqq(torch.randn(16, 512, generator=draw).half() / 50, HqqSettings(4, 256)), None)
+    context = QuantizerContext(device="cpu", dtype="float16")
+    made = use_kernels(nn.ModuleDict({"up": plain}), {"up": plain}, context)["up"]
+    assert isinstance(made, W4RestKernelLinear)
+    x = torch.full((2, 512), 600.0, dtype=torch.float16)
+    assert x[0, :256].sum().isinf()
+    exact = x.double() @ plain.dequantize(torch.float64).t()
+    assert float((made(x).double() - exact).norm() / exact.norm()) < 1e-2
+    assert made(x[:0]).shape == (0, 16), "as of an expert that no token goes to"
+
+
 def test_what_is_left_of_zero_points_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without it the kernel would be another quantizer, and `use_kernels` says so."""
     monkeypatch.setattr(W4RestKernelLinear, "product", W4KernelLinear.product)
