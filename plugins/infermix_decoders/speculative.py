@@ -130,7 +130,7 @@ class DraftModel:
             return sampler.sample(forward), None
         q = sampler.probabilities(forward, [()] * len(forward.sequences))
         ids = draw(q, _noise([(seq, seq.num_tokens) for seq in forward.sequences], (DRAFT_STREAM,), q.device)[0])
-        sampler.next_ids.index_copy_(0, forward.lanes, ids)
+        sampler.keep(forward, ids)
         return ids, q
 
 

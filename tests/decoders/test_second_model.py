@@ -54,6 +54,15 @@ def test_drafts_know_what_penalties_see(build_engine: Build, acceptance: str) ->
     assert counters["accepted_draft_tokens"] == counters["draft_tokens"] > 0
 
 
+def test_drawn_drafts_know_what_penalties_see(build_engine: Build) -> None:
+    """Those of the same round among it: else the draft's distributions depend on where rounds begin."""
+    wanted = requests({"temperature": 0.9, "repetition_penalty": 0.2})
+    engine = build_engine(parts={"decoder": ("speculative", {"draft": "target", "num_draft_tokens": 7})})
+    generate(engine, wanted)
+    counters = engine.report().counters
+    assert counters["accepted_draft_tokens"] == counters["draft_tokens"] > 0
+
+
 #: A draft that the target often contradicts.
 ROUGH = {
     "draft": "target", "draft_quantizer": "rtn", "draft_quantizer_options": {"bits": 2, "group_size": 16},

@@ -117,10 +117,14 @@ class TokenSampler:
         logits = self._adjusted(forward)
         known = forward.most_likely if logits is forward.logits and _greedy(sequences) else None
         ids = self._choose(logits, forward) if known is None else known
-        self.next_ids.index_copy_(0, forward.lanes, ids)
-        if self._seen is not None and _penalised(sequences):
-            self._seen[forward.lanes, ids] = True
+        self.keep(forward, ids)
         return ids
+
+    def keep(self, forward: Forward, ids: Tensor) -> None:
+        """Ids `[R]` as the next inputs of their sequences; penalties of later steps see them."""
+        self.next_ids.index_copy_(0, forward.lanes, ids)
+        if self._seen is not None and _penalised(forward.sequences):
+            self._seen[forward.lanes, ids] = True
 
     def sample_rows(self, forward: Forward, drafts: Seq[tuple[int, ...]]) -> Tensor:
         """Ids `[R]` of several rows per sequence; `drafts[i]` stand between what the sequence knows and row i."""
