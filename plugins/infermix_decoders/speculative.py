@@ -16,6 +16,7 @@ from infermix.toolkit.verification import (
     AcceptanceCounters,
     Drafted,
     accepted,
+    all_decode,
     completes,
     host_ids,
     in_forward_order,
@@ -230,10 +231,8 @@ class SpeculativeDecoder:
         ]
 
     def _all_fit(self, plan: Plan, count: int) -> bool:
-        return all(
-            entry.num_new_tokens == 1 and entry.sequence.num_tokens + count <= self._max_model_len
-            for entry in plan.entries
-        )
+        fitting = (entry.sequence.num_tokens + count <= self._max_model_len for entry in plan.entries)
+        return all_decode(plan) and all(fitting)
 
     def _emission(self, row: Drafted, draws: Seq[int], stays: list[bool] | None, sampler: Sampler) -> Emission:
         sequence, drafts = row.entry.sequence, row.entry.draft_ids[: row.num_real]

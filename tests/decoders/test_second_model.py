@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from decoding import generate, requests
+from infermix.toolkit.verification import completes
 
 Build = Callable[..., Any]
 DRAFTS = [
@@ -106,6 +107,28 @@ def test_rejection_does_not_look_at_where_rounds_begin(build_engine: Build, draf
     )  # fmt: skip
     assert generate(pressed, wanted) == tokens
     assert pressed.report().counters["preemptions"] > 0
+
+
+def test_pieces_of_prompts_are_not_filled_up(build_engine: Build) -> None:
+    """Beside a piece of one token steps cannot be replayed, and what stands behind it is no draft's place."""
+    engine = build_engine(
+        parts={
+            "decoder": ("speculative", ROUGH),
+            "scheduler": ("continuous", {"chunked": True, "max_num_batched_tokens": 3}),
+        }
+    )
+    engine._decoder._uniform = True  # as on a GPU
+    forward = engine._runner.forward
+    seen: list[tuple[bool, bool]] = []
+
+    def watch(plan: Any, *given: Any) -> Any:
+        seen.extend((completes(entry), bool(entry.draft_ids)) for entry in plan.entries if entry.num_own_tokens == 1)
+        return forward(plan, *given)
+
+    engine._runner.forward = watch
+    generate(engine, requests({"temperature": 0.9}))
+    assert {(True, True), (False, False)} <= set(seen)
+    assert (False, True) not in seen
 
 
 def test_the_number_of_drafts_changes_no_draw(build_engine: Build) -> None:
