@@ -115,6 +115,7 @@ class DraftModel:
     def _ready(self, sequence: Sequence, count: int) -> Sequence | None:
         shadow = self._shadows.get(sequence.seq_id)
         if not self._second.space.reserve(sequence.seq_id, len(sequence.tokens) + count - 1):
+            self.forget(sequence)  # else all could hold some room and wait for more, and nobody would draft again
             return None
         if shadow is None:
             shadow = Sequence(sequence.seq_id, sequence.request, sequence.tokens, sequence.num_prompt_tokens)
@@ -142,8 +143,9 @@ class SpeculativeDecoder:
     from the normalised max(p - q, 0): the target's distribution exactly. Behind the last draft comes a bonus token,
     and so does the token behind a prompt. Drawn from p alone, they would make the tokens depend on where rounds
     begin, hence on preemptions; so they are made as every other one, from one more draft that the target need not
-    read. `coupled`: draft and target draw with the same noise and a draft stays where both agree: the very tokens of
-    plain decoding, with fewer acceptances. Greedy requests are the same under both.
+    read. Only where the draft's KV has no room are tokens drawn from p alone. `coupled`: draft and target draw with
+    the same noise and a draft stays where both agree: the very tokens of plain decoding, with fewer acceptances.
+    Greedy requests are the same under both.
     """
 
     reads_tokens = True

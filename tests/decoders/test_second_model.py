@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from decoding import generate, requests
+from infermix.engine.second import SecondModel
 from infermix.toolkit.verification import completes
 
 Build = Callable[..., Any]
@@ -107,6 +108,22 @@ def test_rejection_does_not_look_at_where_rounds_begin(build_engine: Build, draf
     )  # fmt: skip
     assert generate(pressed, wanted) == tokens
     assert pressed.report().counters["preemptions"] > 0
+
+
+def test_a_full_draft_kv_goes_on_drafting_for_some(build_engine: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Room for one long sequence, and seven that grow: those that find none leave theirs to others."""
+    budget, room = SecondModel._budget, 16 * 4 * 2 * 2 * 2 * 16 * 4
+    monkeypatch.setattr(SecondModel, "_budget", staticmethod(lambda *given: replace(budget(*given), max_bytes=room)))
+    wanted = [
+        replace(each, sampling=replace(each.sampling, max_new_tokens=24, ignore_eos=True))
+        for each in requests({"temperature": 0.9})
+    ]
+    parts = {"decoder": ("speculative", ROUGH), "kv": ("paged", {"block_size": 4})}
+    engine = build_engine(parts=parts, max_model_len=44)
+    assert {len(tokens) for tokens in generate(engine, wanted).values()} == {24}
+    counters = engine.report().counters
+    assert counters["draft_forwards"] > counters["target_forwards"]
+    assert counters["draft_tokens"] > counters["verifications"] / 4
 
 
 def test_pieces_of_prompts_are_not_filled_up(build_engine: Build) -> None:
