@@ -171,8 +171,8 @@ class DraftModelOptions(DecoderOptions, frozen=True, kw_only=True):
         Literal["rejection", "coupled"],
         Meta(
             description="for sampled requests. rejection: most drafts stay, the target's distribution; each round "
-            "makes one draft more, so that draws depend on no preemption or company; coupled: draft and target share "
-            "their noise, the very tokens of plain decoding"
+            "makes one draft more, so that draws depend on no preemption or company while the draft's KV has room; "
+            "coupled: draft and target share their noise, the very tokens of plain decoding"
         ),
     ] = "rejection"
 
