@@ -206,7 +206,7 @@ class SpeculativeDecoder:
     def _propose(self, plan: Plan, limits: Seq[int], count: int, coupled: bool) -> Proposal:
         pairs = zip(plan.entries, limits, strict=True)
         if coupled:
-            wanted = [(entry.sequence, count) for entry, limit in pairs if limit]
+            wanted = [(entry.sequence, self._judged(entry.sequence, count - 1)) for entry, limit in pairs if limit]
         else:
             wanted = [
                 (entry.sequence, self._judged(entry.sequence, limit)) for entry, limit in pairs if completes(entry)

@@ -168,3 +168,17 @@ def test_rejection_up_to_the_last_position(build_engine: Build) -> None:
     tokens = generate(build_engine(parts={"decoder": drafting}, max_model_len=64), long)
     assert all(len(tokens[each.request_id]) == 64 - len(each.prompt_ids) for each in long)
     assert generate(build_engine(parts={"decoder": drafting}, max_model_len=128), long) == tokens
+
+
+def test_greedy_drafts_up_to_the_last_position(build_engine: Build) -> None:
+    """The target as its own draft: every round emits all that it may, also where the context ends in it."""
+    long = [
+        replace(each, sampling=replace(each.sampling, max_new_tokens=64 - len(each.prompt_ids), ignore_eos=True))
+        for each in requests({})
+    ]
+    engine = build_engine(
+        parts={"decoder": ("speculative", {"draft": "target", "num_draft_tokens": 7})}, max_model_len=64
+    )
+    assert generate(engine, long) == generate(build_engine(max_model_len=64), long)
+    rounds = sum(1 + -(-(each.sampling.max_new_tokens - 1) // 8) for each in long)
+    assert engine.report().counters["verifications"] == rounds
