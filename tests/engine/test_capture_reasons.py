@@ -82,6 +82,26 @@ def test_larger_steps_are_tried_up_to_what_the_scheduler_makes(
     assert capture._sizes_to_try(build) == sizes
 
 
+def test_larger_steps_are_given_up_where_memory_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    tried = []
+
+    def attempt(sizes: list[int]) -> dict[str, Any]:
+        tried.append(sizes)
+        if sizes[-1] > room:
+            raise torch.OutOfMemoryError("out of memory")
+        return {"tokens": sizes[-1]}
+
+    room = 2048
+    assert capture._within_memory(attempt, [256, 512, 1024]) == {"tokens": 1024}
+    room = 256
+    told = capture._within_memory(attempt, [256, 512, 1024])
+    assert told == {"tokens": 256, "larger": "no memory for larger steps"}
+    assert tried == [[256, 512, 1024], [256, 512, 1024], [256]]
+    with pytest.raises(torch.OutOfMemoryError):  # what was asked for, or what surely pays
+        capture._within_memory(attempt, [512])
+
+
 class Failing:
     """Graphs whose second step fails."""
 

@@ -72,13 +72,28 @@ def _capture_mixed(
     refusal = _why_no_mixed(build, space, sizes[0])
     if refusal:
         return {"captured": 0, "reason": refusal}
-    mixed = MixedGraphs(joint, shape, next_ids, build.max_num_seqs, sizes[-1], selector, pool)
-    bound = _limited(build, mixed, sizes)
-    refusal = _captured_all(build, "capture_mixed", mixed)
-    if refusal:
-        return {"captured": 0, "reason": refusal}
-    runner.mixed = mixed
-    return {"captured": len(mixed.keys), "tokens": mixed.keys, "max_context": mixed.max_context, **bound}
+
+    def attempt(sizes: list[int]) -> dict[str, Any]:
+        mixed = MixedGraphs(joint, shape, next_ids, build.max_num_seqs, sizes[-1], selector, pool)
+        bound = _limited(build, mixed, sizes)
+        refusal = _captured_all(build, "capture_mixed", mixed)
+        if refusal:
+            return {"captured": 0, "reason": refusal}
+        runner.mixed = mixed
+        return {"captured": len(mixed.keys), "tokens": mixed.keys, "max_context": mixed.max_context, **bound}
+
+    return _within_memory(attempt, sizes)
+
+
+def _within_memory(attempt: Callable[[list[int]], dict[str, Any]], sizes: list[int]) -> dict[str, Any]:
+    """Steps that nobody asked for are given up where there is no memory for them, and the record says so."""
+    try:
+        return attempt(sizes)
+    except torch.OutOfMemoryError:
+        if len(sizes) == 1:
+            raise
+    torch.cuda.empty_cache()
+    return {**attempt(sizes[:1]), "larger": "no memory for larger steps"}
 
 
 def _sizes_to_try(build: Assembly) -> list[int]:
