@@ -22,7 +22,7 @@ Build = Callable[..., Any]
 LAUNCHES: list[Any] = [
     (EAGLE, ["aten.copy_.default", "aten.index_select.out"]),
     (("medusa", {"heads": "medusa", "num_draft_tokens": 12}), ["aten.index_select.out"]),
-    (("speculative", {"draft": "target", "num_draft_tokens": 3}), ["aten.stack.default"]),
+    (("speculative", {"draft": "target", "num_draft_tokens": 3}), ["aten.cat.default"]),
 ]
 
 
