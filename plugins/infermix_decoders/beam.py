@@ -62,6 +62,11 @@ class BeamDecoder:
         self.details: dict[str, Any] = {}
         self._groups: dict[int, Group] = {}
         self._space: BeamSpace | None = None
+        self._replayed = self._launched = 0
+
+    def counters(self) -> dict[str, float]:
+        """How often groups that are alike were ranked by a replay, and operator by operator."""
+        return {"rankings_replayed": float(self._replayed), "rankings_launched": float(self._launched)}
 
     def wrap_space(self, space: KVSpace, shape: KVShape) -> Any:
         self._space = BeamSpace(space, shape, self._options.num_beams)
@@ -105,6 +110,7 @@ class BeamDecoder:
         return emissions
 
     def reset(self) -> None:
+        self._replayed = self._launched = 0
         self._groups.clear()
 
     def forget(self, sequence: Sequence) -> None:
@@ -147,6 +153,8 @@ class BeamDecoder:
             else:
                 best = _launch(logits, before, early, len(own), count)
             found.append(Ranked(own, best))
+        self._replayed += replayed
+        self._launched += len(found) - replayed
         return found
 
     def _too_early(self, groups: list[Group]) -> list[tuple[int, int]]:

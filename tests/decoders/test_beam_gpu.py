@@ -30,3 +30,4 @@ def test_same_outputs_from_replays(build_engine: Build, num_beams: int, count: i
     assert launched.report().executed["decoder"]["graphs"]["captured"] == 0
     assert replayed.report().executed["decoder"]["graphs"]["captured"] > 0
     assert search(replayed, wanted) == search(launched, wanted)
+    assert replayed.report().counters["rankings_replayed"] > 0

@@ -106,6 +106,10 @@ def test_outputs_are_those_of_launches(build_engine: Build, monkeypatch: pytest.
     runs = count_runs(replaying._decoder._ranking)
     assert outputs(replaying) == outputs(plain)
     assert len(set(runs)) == 3
+    counted, launched = replaying.report().counters, plain.report().counters
+    assert counted["rankings_replayed"] == len(runs) > 0
+    assert counted["rankings_launched"] > 0, "first steps, and stop tokens that come too early"
+    assert launched["rankings_replayed"] == 0 < launched["rankings_launched"]
 
 
 def test_operators_of_a_step(build_engine: Build, monkeypatch: pytest.MonkeyPatch) -> None:
