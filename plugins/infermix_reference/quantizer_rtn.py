@@ -17,6 +17,8 @@ from infermix.toolkit.linears import (
 )
 from torch import Tensor, nn
 
+from infermix_reference.linear_int8_rows import Int8RowsLinear, multiplies_rows
+
 KERNEL = "dequantize+matmul"
 
 
@@ -38,13 +40,16 @@ class RtnQuantizer:
         if self._granularity == "group":
             check_group_size(found, self._group_size)
         num_weights = sum(linear.weight.numel() for linear in found)
-        made = convert_linears(model, found, self._quantize, context.progress)
-        num_bytes = sum(module.num_bytes for module in made.values() if isinstance(module, QuantizedLinear))
+        made = convert_linears(model, found, lambda linear: self._quantize(linear, context), context.progress)
+        linears = {name: each for name, each in made.items() if isinstance(each, QuantizedLinear | Int8RowsLinear)}
+        num_bytes = sum(linear.num_bytes for linear in linears.values())
         return QuantizationReport(
             method=self._method(),
             bits_per_weight=8 * num_bytes / num_weights,
             quantized_bytes=num_bytes,
-            kernels=dict.fromkeys(made, KERNEL),
+            kernels={
+                name: each.kernel if isinstance(each, Int8RowsLinear) else KERNEL for name, each in linears.items()
+            },
             skipped=skipped,
         )
 
@@ -52,7 +57,7 @@ class RtnQuantizer:
         shared = f"group {self._group_size}" if self._granularity == "group" else f"per {self._granularity}"
         return f"rtn w{self._bits} {shared} {'symmetric' if self._symmetric else 'asymmetric'}"
 
-    def _quantize(self, linear: FoundLinear) -> QuantizedLinear:
+    def _quantize(self, linear: FoundLinear, context: QuantizerContext) -> QuantizedLinear | Int8RowsLinear:
         q, scale, zero = round_to_nearest(
             linear.weight,
             bits=self._bits,
@@ -61,6 +66,9 @@ class RtnQuantizer:
             symmetric=self._symmetric,
         )
         check_scales(linear, scale)
+        plain = self._bits == 8 and self._granularity == "channel" and zero is None
+        if plain and multiplies_rows(getattr(torch, context.dtype), context.device, linear.in_features):
+            return Int8RowsLinear((q.to(torch.int16) - 128).to(torch.int8), scale[:, 0], linear.bias)
         return QuantizedLinear(q, scale, zero, bits=self._bits, bias=linear.bias)
 
 

@@ -7,6 +7,7 @@ import torch
 from infermix.errors import UserError
 from infermix.roles.quantizer import QuantizerContext
 from infermix.toolkit.linears import QuantizedLinear, find_linears
+from infermix_reference.linear_int8_rows import EXPANDED_FROM, Int8RowsLinear
 from infermix_reference.quantizer_rtn import RtnQuantizer, round_to_nearest
 from torch import nn
 
@@ -135,3 +136,57 @@ def test_gpt2_conv1d_is_a_transposed_linear() -> None:
     assert isinstance(model["c_attn"], QuantizedLinear)
     assert after.shape == (3, 12)
     assert ((after - before).norm() / before.norm()).item() < 0.01
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, EXPANDED_FROM - 1, EXPANDED_FROM, 40])
+@pytest.mark.parametrize(("out_features", "in_features"), [(96, 64), (1, 32), (33, 576), (576, 96)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_int8_rows_on_a_cpu_are_the_rounded_weights_product(
+    rows: int, out_features: int, in_features: int, bias: bool
+) -> None:
+    """Inputs and weights are exact; the sum is rounded to bf16 once, the bias once more (2 ** -9 each)."""
+    torch.manual_seed(rows)
+    linear = nn.Linear(in_features, out_features, bias=bias).to(torch.bfloat16)
+    model = nn.ModuleDict({"up": linear})
+    report = _rtn(bits=8, granularity="channel").apply(model, QuantizerContext(device="cpu", dtype="bfloat16"))
+    made = model["up"]
+    assert isinstance(made, Int8RowsLinear)
+    assert dict(report.kernels) == {"up": made.kernel}
+    assert report.quantized_bytes == out_features * (in_features + 2)
+    q, scale, _ = round_to_nearest(linear.weight, bits=8, num_groups=1, per_tensor=False, symmetric=True)
+    meaning = (q.double() - 128) * scale.double()
+    x = torch.randn(rows, in_features).to(torch.bfloat16)
+    expected = x.double() @ meaning.t() + (0 if linear.bias is None else linear.bias.double())
+    magnitude = x.double().abs() @ meaning.abs().t() + 1
+    # From EXPANDED_FROM on every weight is rounded to bf16 as well.
+    assert ((made(x).double() - expected).abs() <= 3 * 2**-9 * magnitude).all()
+    assert torch.equal(made(x[None])[0], made(x))
+    assert ((made.dequantize(torch.float32).double() - meaning).abs() == 0).all()
+
+
+def test_int8_rows_depend_on_no_company() -> None:
+    model = nn.ModuleDict({"up": nn.Linear(64, 96).to(torch.bfloat16)})
+    _rtn(bits=8, granularity="channel").apply(model, QuantizerContext(device="cpu", dtype="bfloat16"))
+    x = torch.randn(EXPANDED_FROM - 1, 64).to(torch.bfloat16)
+    together, alone = model["up"](x), torch.cat([model["up"](row[None]) for row in x])
+    assert torch.equal(together, alone)
+
+
+@pytest.mark.parametrize(
+    ("changes", "width", "dtype"),
+    [
+        ({}, 72, torch.bfloat16),  # no whole vectors
+        ({}, 64, torch.float32),
+        ({"symmetric": False}, 64, torch.bfloat16),
+        ({"granularity": "tensor"}, 64, torch.bfloat16),
+        ({"bits": 4}, 64, torch.bfloat16),
+    ],
+)
+def test_what_torch_has_no_int8_product_for_is_expanded(
+    changes: dict[str, object], width: int, dtype: torch.dtype
+) -> None:
+    model = nn.ModuleDict({"up": nn.Linear(width, 96).to(dtype)})
+    context = QuantizerContext(device="cpu", dtype=str(dtype).removeprefix("torch."))
+    report = _rtn(**{"bits": 8, "granularity": "channel", **changes}).apply(model, context)
+    assert dict(report.kernels) == {"up": "dequantize+matmul"}
+    assert isinstance(model["up"], QuantizedLinear)
