@@ -27,8 +27,9 @@ _AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
 class PackedW4:
     """`weight = (q - zero) * scale`, q in 0 ... 15.
 
-    `words [N, runs * 32]` int32; `scales [groups, N]` in a floating dtype; `zeros [groups, N]` uint8, or `None` for 8
-    everywhere. With act-order, `order [K]` int32 says which column of x meets column k.
+    `words [N, runs * 32]` int32; `scales [groups, N]` in a floating dtype; `zeros [groups, N]` uint8, a floating
+    dtype where they lie between integers (as `hqq` has them), or `None` for 8 everywhere. With act-order,
+    `order [K]` int32 says which column of x meets column k.
     """
 
     words: Tensor
@@ -41,6 +42,11 @@ class PackedW4:
     @property
     def out_features(self) -> int:
         return int(self.words.shape[0])
+
+    @property
+    def fractional(self) -> bool:
+        """Whether zero points may lie between integers."""
+        return self.zeros is not None and self.zeros.is_floating_point()
 
     @property
     def num_bytes(self) -> int:
@@ -59,7 +65,7 @@ class PackedW4:
 
 
 def pack_w4(q: Tensor, scales: Tensor, zeros: Tensor | None = None, *, group_index: Tensor | None = None) -> PackedW4:
-    """`q [N, K]` uint8 below 16, `scales [N, groups]`, `zeros [N, groups]` uint8 (at most 16) -> packed.
+    """`q [N, K]` uint8 below 16, `scales [N, groups]`, `zeros [N, groups]` uint8 (at most 16) or floating -> packed.
 
     Groups are equal runs of columns, of a multiple of 32, unless `group_index [K]` says which group each column
     belongs to (act-order): then columns are sorted by group, which must all be equally large. Raises `ValueError`.
@@ -74,14 +80,17 @@ def pack_w4(q: Tensor, scales: Tensor, zeros: Tensor | None = None, *, group_ind
     require(fits, f"groups of {group_size} columns; supported: 32, 64, 128, 256 k, all columns")
     if zeros is not None:
         require_shape("zeros", zeros, (num_features, groups))
-        require(int(zeros.max()) <= 16, f"a zero point is {int(zeros.max())}, at most 16 is supported")
+        require(
+            zeros.is_floating_point() or int(zeros.max()) <= 16,
+            f"a zero point is {int(zeros.max())}, at most 16 is supported",
+        )
     order = None if group_index is None else _order_by_group(group_index, groups, group_size)
     if order is not None:
         q = q[:, order.long()]
     return PackedW4(
         words=pack_words(q),
         scales=scales.t().contiguous(),
-        zeros=None if zeros is None else zeros.to(torch.uint8).t().contiguous(),
+        zeros=None if zeros is None else (zeros if zeros.is_floating_point() else zeros.byte()).t().contiguous(),
         in_features=width,
         group_size=group_size,
         order=order,

@@ -86,6 +86,7 @@ def w4a16_linear(
     `scratch [M, K]` holds x in the order of an act-order weight. Small tiles scale the sum of each group, large ones
     round scaled weights to x's dtype first (`MatmulLaunch.block_m` above 64). More than MAX_TILED_ROWS rows of 16-bit
     x are multiplied by weights that were expanded before, in pieces that fit into `room` (see `dequantized_product`).
+    With zero points between integers, q - zero is rounded to x's dtype.
     `launches` holds measured launch parameters, `launch` overrides them.
     """
     _check(x, weight, bias)
@@ -208,6 +209,7 @@ def _tiles(
         weight.words.stride(0),
         out.stride(0),
         HAS_ZEROS=weight.zeros is not None,
+        FRACTIONAL=weight.fractional,
         HAS_BIAS=bias is not None,
         GROUP_SIZE=weight.group_size,
         BLOCK_M=launch.block_m,

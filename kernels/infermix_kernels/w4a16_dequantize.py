@@ -13,7 +13,7 @@ from torch import Tensor
 from infermix_kernels.checks import interpreted, require, require_device, require_rows
 from infermix_kernels.pack import RUN, PackedW4
 from infermix_kernels.w4a16_tile import load_zeros
-from infermix_kernels.w4a16_unpack import offset_of, scaled_plane
+from infermix_kernels.w4a16_unpack import offset_of, scaled_plane, split_zeros
 
 #: Elements of the room for expanded weights that is allocated when none is given: 256 MiB in 16 bits. The largest
 #: linears of an 8B layer fit in one piece: a product of a few thousand output features fills no large device.
@@ -24,7 +24,8 @@ _ROWS = 64
 @triton.jit
 def dequantize_kernel(
     words, scales, zeros, out, first_row, last_row, N, K, num_groups, stride_w, stride_out,
-    HAS_ZEROS: tl.constexpr, GROUP_SIZE: tl.constexpr, ROWS: tl.constexpr, ASM: tl.constexpr,
+    HAS_ZEROS: tl.constexpr, FRACTIONAL: tl.constexpr, GROUP_SIZE: tl.constexpr, ROWS: tl.constexpr,
+    ASM: tl.constexpr,
 ):  # fmt: skip
     """Grid: (runs of 256 columns, tiles of ROWS output features between `first_row` and `last_row`)."""
     PER_STEP: tl.constexpr = 256 // GROUP_SIZE if GROUP_SIZE < 256 else 1
@@ -39,10 +40,12 @@ def dequantize_kernel(
     for part in tl.static_range(PER_STEP):
         group = (run * 256 + part * (256 // PER_STEP)) // GROUP_SIZE
         scale = tl.load(scales + group * N + features, mask=(features < N) & (group < num_groups), other=0.0)
-        offset = offset_of(load_zeros(zeros, group, features, N, num_groups, HAS_ZEROS), DTYPE, ASM)
+        zero, rest = split_zeros(load_zeros(zeros, group, features, N, num_groups, HAS_ZEROS), FRACTIONAL)
+        offset = offset_of(zero, DTYPE, ASM)
         for within in tl.static_range(PLANES):
             columns = run * 256 + (part * PLANES + within) * 32 + ks
-            values = scaled_plane(packed, offset[:, None], scale[:, None], part * PLANES + within, ASM)
+            plane: tl.constexpr = part * PLANES + within
+            values = scaled_plane(packed, offset[:, None], rest[:, None], scale[:, None], plane, FRACTIONAL, ASM)
             at = tile.to(tl.int64)[:, None] * stride_out + columns[None, :]
             tl.store(out + at, values, mask=valid & (columns < K)[None, :])
 
@@ -69,6 +72,7 @@ def dequantize(weight: PackedW4, out: Tensor, *, first_row: int = 0) -> Tensor:
             weight.words.stride(0),
             out.stride(0),
             HAS_ZEROS=weight.zeros is not None,
+            FRACTIONAL=weight.fractional,
             GROUP_SIZE=weight.group_size,
             ROWS=_ROWS,
             ASM=out.dtype != torch.float32 and not interpreted(),

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from infermix_kernels.dependent import wait_for_inputs
 from infermix_kernels.matmul_tile import join_splits, store_product, tile_of
-from infermix_kernels.w4a16_unpack import offset_of, scaled_plane, unpack_plane
+from infermix_kernels.w4a16_unpack import fractional_plane, offset_of, scaled_plane, split_zeros, unpack_plane
 
 
 @triton.jit
@@ -21,33 +21,42 @@ def load_zeros(zeros, group, columns, N, num_groups, HAS_ZEROS: tl.constexpr):
 
 
 @triton.jit
-def one_plane(words, offset, scale, PLANE: tl.constexpr, SCALED: tl.constexpr, ASM: tl.constexpr):
+def one_plane(
+    words, offset, rest, scale,
+    PLANE: tl.constexpr, SCALED: tl.constexpr, FRACTIONAL: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
     if SCALED:
-        return scaled_plane(words, offset, scale, PLANE, ASM)
+        return scaled_plane(words, offset, rest, scale, PLANE, FRACTIONAL, ASM)
+    elif FRACTIONAL:
+        return fractional_plane(words, offset, rest, PLANE, ASM)
     else:
         return unpack_plane(words, offset, offset, PLANE, False, ASM)
 
 
 @triton.jit
-def two_planes(words, offset, scale, PLANE: tl.constexpr, SCALED: tl.constexpr, ASM: tl.constexpr):
-    first = one_plane(words, offset, scale, PLANE, SCALED, ASM)
-    return tl.join(first, one_plane(words, offset, scale, PLANE + 1, SCALED, ASM))
+def two_planes(
+    words, offset, rest, scale,
+    PLANE: tl.constexpr, SCALED: tl.constexpr, FRACTIONAL: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    first = one_plane(words, offset, rest, scale, PLANE, SCALED, FRACTIONAL, ASM)
+    return tl.join(first, one_plane(words, offset, rest, scale, PLANE + 1, SCALED, FRACTIONAL, ASM))
 
 
 @triton.jit
 def planes_of(
-    words, offset, scale, FIRST: tl.constexpr, COUNT: tl.constexpr, SCALED: tl.constexpr, ASM: tl.constexpr
-):
+    words, offset, rest, scale,
+    FIRST: tl.constexpr, COUNT: tl.constexpr, SCALED: tl.constexpr, FRACTIONAL: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
     """Planes FIRST ... FIRST + COUNT (1, 2 or 4) side by side: `[rows, 32 COUNT]`, a matter of naming registers."""
     ROWS: tl.constexpr = words.shape[0]
     if COUNT == 1:
-        return one_plane(words, offset, scale, FIRST, SCALED, ASM)
+        return one_plane(words, offset, rest, scale, FIRST, SCALED, FRACTIONAL, ASM)
     elif COUNT == 2:
-        pair = two_planes(words, offset, scale, FIRST, SCALED, ASM)
+        pair = two_planes(words, offset, rest, scale, FIRST, SCALED, FRACTIONAL, ASM)
         return tl.reshape(tl.permute(pair, (0, 2, 1)), [ROWS, 64])
     else:
-        low = two_planes(words, offset, scale, FIRST, SCALED, ASM)
-        high = two_planes(words, offset, scale, FIRST + 2, SCALED, ASM)
+        low = two_planes(words, offset, rest, scale, FIRST, SCALED, FRACTIONAL, ASM)
+        high = two_planes(words, offset, rest, scale, FIRST + 2, SCALED, FRACTIONAL, ASM)
         return tl.reshape(tl.permute(tl.join(low, high), (0, 3, 2, 1)), [ROWS, 128])
 
 
@@ -69,6 +78,7 @@ def w4_tile_kernel(
     stride_w,
     stride_out,
     HAS_ZEROS: tl.constexpr,
+    FRACTIONAL: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -89,7 +99,7 @@ def w4_tile_kernel(
     SCALE_WEIGHTS rounds scaled weights to x's dtype before the product; otherwise the fp32 sum of each group is
     scaled, which is exact and costs time per group and element of the tile. TOGETHER planes are one operand of the
     tensor cores: a program waits for each product whose operand is made in registers, so few long ones cost less than
-    many short ones.
+    many short ones. FRACTIONAL: zero points lie between integers.
     """
     DTYPE: tl.constexpr = x.dtype.element_ty
     PER_STEP: tl.constexpr = 256 // GROUP_SIZE if GROUP_SIZE < 256 else 1
@@ -117,7 +127,8 @@ def w4_tile_kernel(
             group = (step * 256 + part * (256 // PER_STEP)) // GROUP_SIZE
             in_range = (columns < N) & (group < num_groups)
             scale = tl.load(scales + group * N + columns, mask=in_range, other=0.0)
-            offset = offset_of(load_zeros(zeros, group, columns, N, num_groups, HAS_ZEROS), DTYPE, ASM)
+            zero, rest = split_zeros(load_zeros(zeros, group, columns, N, num_groups, HAS_ZEROS), FRACTIONAL)
+            offset = offset_of(zero, DTYPE, ASM)
             total = acc if SCALE_WEIGHTS else tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
             for chunk in tl.static_range(PLANES // TOGETHER):
                 start = step * 256 + (part * PLANES + chunk * TOGETHER) * 32
@@ -126,8 +137,8 @@ def w4_tile_kernel(
                     mask = mask & (start + ks < K)[None, :]
                 xs = tl.load(x_at + start, mask=mask, other=0.0)
                 weights = planes_of(
-                    packed, offset[:, None], scale[:, None], part * PLANES + chunk * TOGETHER, TOGETHER,
-                    SCALE_WEIGHTS, ASM,
+                    packed, offset[:, None], rest[:, None], scale[:, None], part * PLANES + chunk * TOGETHER,
+                    TOGETHER, SCALE_WEIGHTS, FRACTIONAL, ASM,
                 )  # fmt: skip
                 total = tl.dot(weights, tl.trans(xs), total, input_precision=PRECISION)
             if SCALE_WEIGHTS:

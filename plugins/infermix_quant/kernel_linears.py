@@ -25,7 +25,6 @@ from infermix_kernels.w8a8 import w8a8_linear
 from infermix_kernels.w8a16 import w8a16_linear
 from torch import Tensor, nn
 
-from infermix_quant.grid import Quantized
 from infermix_quant.linear_fp8 import Fp8Linear
 from infermix_quant.linear_grouped import GroupedLinear, QuantLinear
 from infermix_quant.linear_int8 import Int8Linear, LlmInt8Linear, outlier_mask
@@ -84,40 +83,12 @@ class W4KernelLinear(KernelLinear):
     def __init__(self, plain: GroupedLinear, launching: Launching) -> None:
         super().__init__(plain, launching)
         weight = plain.unpacked()
-        zeros = self.whole_zeros(weight)
-        self._packed: PackedW4 = pack_w4(weight.q, weight.scale, zeros, group_index=weight.group)
+        self._packed: PackedW4 = pack_w4(weight.q, weight.scale, weight.zero, group_index=weight.group)
         for name in ("words", "scales", "zeros", "order"):
             self.register_buffer(name, getattr(self._packed, name))
 
-    def whole_zeros(self, weight: Quantized) -> Tensor | None:
-        """Integer zero points `[N, groups]`."""
-        return weight.zero
-
     def product(self, x: Tensor) -> Tensor:
         return w4a16_linear(x, self._packed, self.bias, **self.shared)
-
-
-class W4RestKernelLinear(W4KernelLinear):
-    """Zero points z between integers, as `hqq` has them.
-
-    (q - z) s is (q - r) s + (r - z) s for the nearest integer r. The kernel multiplies the first; the second is the
-    same in all columns of a group, so that means of x over groups times `rest [groups, N]` are what is missing: sums
-    may exceed what fp16 holds, and `rest` has the size of a group as a factor.
-    """
-
-    kernel = "triton w4a16 + matmul over groups"
-    rest: Tensor
-
-    def whole_zeros(self, weight: Quantized) -> Tensor:
-        assert weight.zero is not None
-        nearest = weight.zero.float().round().clamp(0, 16)
-        rest = (nearest - weight.zero.float()) * weight.scale.float() * (self.in_features // weight.scale.shape[1])
-        self.register_buffer("rest", rest.t().contiguous().to(weight.scale.dtype))
-        return nearest.to(torch.uint8)
-
-    def product(self, x: Tensor) -> Tensor:
-        means = x.unflatten(1, (len(self.rest), -1)).mean(-1)
-        return torch.addmm(super().product(x), means, self.rest.to(x.dtype))
 
 
 class Nf4KernelLinear(KernelLinear):
@@ -211,7 +182,7 @@ def use_kernels(
 def _kind(linear: QuantLinear, dtype: torch.dtype) -> Any:
     """The class that takes the linear, `None` when it stays as it is."""
     if isinstance(linear, GroupedLinear):
-        return _w4_kind(linear)
+        return W4KernelLinear if _fits_w4(linear) else None
     if isinstance(linear, Nf4Linear):
         return Nf4KernelLinear if fits_nf4(linear.in_features, linear.block_size) else None
     if dtype == torch.float32:  # activations in 8 bits where fp32 is wanted are simulated
@@ -223,14 +194,9 @@ def _kind(linear: QuantLinear, dtype: torch.dtype) -> Any:
     return None
 
 
-def _w4_kind(linear: GroupedLinear) -> Any:
+def _fits_w4(linear: GroupedLinear) -> bool:
     size, groups = linear.in_features // linear.scale.shape[1], linear.scale.shape[1]
-    fits = size % PLANE == 0 and (RUN % size == 0 or size % RUN == 0 or groups == 1)
-    if linear.bits != 4 or not fits:
-        return None
-    if linear.zero is None or not linear.zero.is_floating_point():
-        return W4KernelLinear
-    return W4RestKernelLinear if linear.order is None else None
+    return linear.bits == 4 and size % PLANE == 0 and (RUN % size == 0 or size % RUN == 0 or groups == 1)
 
 
 def _shapes(linear: QuantLinear, dtype: torch.dtype) -> list[LinearShape]:

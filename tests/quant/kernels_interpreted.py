@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from infermix.errors import WrongResult
 from infermix.roles.quantizer import QuantizerContext
 from infermix_kernels import nf4
+from infermix_kernels.pack import PackedW4, pack_w4
 from infermix_quant import kernel_linears
 from infermix_quant.gptq import GptqSettings, gptq
 from infermix_quant.hqq import HqqSettings, hqq
@@ -15,7 +18,6 @@ from infermix_quant.kernel_linears import (
     LlmInt8KernelLinear,
     Nf4KernelLinear,
     W4KernelLinear,
-    W4RestKernelLinear,
     W8A8KernelLinear,
     use_kernels,
 )
@@ -54,8 +56,8 @@ def test_zero_points_between_integers_run_on_the_kernel(dtype: str, group_size: 
     assert plain.zero.is_floating_point()
     context = QuantizerContext(device="cpu", dtype=dtype)
     made = use_kernels(nn.ModuleDict({"up": plain}), {"up": plain}, context)["up"]
-    assert isinstance(made, W4RestKernelLinear)
-    assert made.kernel == "triton w4a16 + matmul over groups"
+    assert isinstance(made, W4KernelLinear)
+    assert made.kernel == "triton w4a16"
     x = (torch.randn(2, 3, 512, generator=draw) + 1).to(kind)  # sums over groups are large
     exact = x.double() @ plain.dequantize(torch.float64).t() + 1
     error, allowed = (float((each.double() - exact).norm() / exact.norm()) for each in (made(x), plain(x)))
@@ -68,7 +70,7 @@ def test_groups_of_large_activations_and_no_rows_at_all() -> None:
     plain = GroupedLinear(hqq(torch.randn(16, 512, generator=draw).half() / 50, HqqSettings(4, 256)), None)
     context = QuantizerContext(device="cpu", dtype="float16")
     made = use_kernels(nn.ModuleDict({"up": plain}), {"up": plain}, context)["up"]
-    assert isinstance(made, W4RestKernelLinear)
+    assert isinstance(made, W4KernelLinear)
     x = torch.full((2, 512), 600.0, dtype=torch.float16)
     assert x[0, :256].sum().isinf()
     exact = x.double() @ plain.dequantize(torch.float64).t()
@@ -78,9 +80,13 @@ def test_groups_of_large_activations_and_no_rows_at_all() -> None:
 
 def test_what_is_left_of_zero_points_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without it the kernel would be another quantizer, and `use_kernels` says so."""
-    monkeypatch.setattr(W4RestKernelLinear, "product", W4KernelLinear.product)
+
+    def whole_zeros(q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, **given: Any) -> PackedW4:
+        return pack_w4(q, scale, zero.round().byte(), **given)
+
+    monkeypatch.setattr(kernel_linears, "pack_w4", whole_zeros)
     plain = GroupedLinear(hqq(_weight(), HqqSettings(4, 32)), None)
-    with pytest.raises(WrongResult, match=r"matmul over groups of up with 1 rows differs"):
+    with pytest.raises(WrongResult, match=r"triton w4a16 of up with 1 rows differs"):
         use_kernels(nn.ModuleDict({"up": plain}), {"up": plain}, QuantizerContext(device="cpu", dtype="float32"))
 
 

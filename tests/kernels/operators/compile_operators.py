@@ -41,9 +41,9 @@ def tensor(*shape: int, of: torch.dtype = BF16) -> Tensor:
     return torch.empty(shape, dtype=of, device="meta")
 
 
-def packed(zeros: bool = False) -> PackedW4:
+def packed(zeros: torch.dtype | None = None) -> PackedW4:
     scales = tensor(K // 128, N)
-    return PackedW4(tensor(N, K // 8, of=torch.int32), scales, scales.to(torch.uint8) if zeros else None, K, 128)
+    return PackedW4(tensor(N, K // 8, of=torch.int32), scales, None if zeros is None else scales.to(zeros), K, 128)
 
 
 def table() -> rotary.RotaryTable:
@@ -84,7 +84,7 @@ def row(kind: torch.dtype) -> None:
     )
 
 
-def four_bits(rows: int, zeros: bool = False, launch: Any = None, pdl: bool = False) -> None:
+def four_bits(rows: int, zeros: torch.dtype | None = None, launch: Any = None, pdl: bool = False) -> None:
     workspace = MatmulWorkspace.allocate("meta")
     w4a16.w4a16_linear(tensor(rows, K), packed(zeros), workspace=workspace, launch=launch, pdl=pdl)
 
@@ -123,8 +123,9 @@ FAST: dict[str, Callable[[], object]] = {
     "gemv, early start": lambda: skinny(1, pdl=True),
     "gated gemv, early start": lambda: gemv_gated.gated_row(tensor(1, K), tensor(N, K), "silu", pdl=True),
     "skinny, split": lambda: skinny(8),
-    "w4 tile, one row, early start": lambda: four_bits(1, True, pdl=True),
-    "w4 tile, zeros": lambda: four_bits(8, True),
+    "w4 tile, one row, early start": lambda: four_bits(1, torch.uint8, pdl=True),
+    "w4 tile, zeros": lambda: four_bits(8, torch.uint8),
+    "w4 tile, zeros between integers": lambda: four_bits(8, BF16),
     "w4 tile, large": lambda: four_bits(200),
     "nf4 gemv, early start": lambda: nf4_product(1, pdl=True),
     "nf4 tile": lambda: nf4_product(8),
@@ -146,7 +147,8 @@ FULL: dict[str, Callable[[], object]] = {
     "greedy": lambda: greedy.greedy(tensor(64, 128256)),
     "sample, large vocabulary": lambda: sample(64, 128256),
     "skinny, unsplit": lambda: skinny(8, MatmulLaunch(8, 16, 128, 1, 1, 5)),
-    "w4 expanded": lambda: w4a16_dequantize.dequantize(packed(True), tensor(N, K)),
+    "w4 expanded": lambda: w4a16_dequantize.dequantize(packed(torch.uint8), tensor(N, K)),
+    "w4 expanded, zeros between integers": lambda: w4a16_dequantize.dequantize(packed(BF16), tensor(N, K)),
     "w4 tile, 64 rows": lambda: four_bits(64),
     "w4 tile, broad": lambda: four_bits(64, launch=w4a16.broad_launch(64, N, K)),
     "w4 tile, shared": lambda: four_bits(512, launch=w4a16.SHARED_TILE),

@@ -7,7 +7,7 @@ most u = 2^-24, 2^-11, 2^-8 (fp32, fp16, bf16), and u / sqrt(3) in the mean squa
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from infermix_kernels import (
@@ -246,12 +246,19 @@ def check_skinny(device: str, dtype: torch.dtype, m: int, n: int, k: int, launch
     assert not workspace.counters.any()
 
 
-def random_w4(source: Source, n: int, k: int, group: int, zeros: bool, act_order: bool) -> PackedW4:
+#: Of weights: none, integers, or numbers between them (some far outside of 0 ... 15).
+Zeros = bool | Literal["fractional"]
+
+
+def random_w4(source: Source, n: int, k: int, group: int, zeros: Zeros, act_order: bool) -> PackedW4:
     groups = k // group
+    given = source.integers(0, 17, n, groups, dtype=torch.uint8) if zeros else None
+    if zeros == "fractional":
+        given = (8 + 6 * source.normal(n, groups)).half()
     return pack_w4(
         source.integers(0, 16, n, k, dtype=torch.uint8),
         source.positive(n, groups, dtype=torch.float16) / 16,
-        source.integers(0, 17, n, groups, dtype=torch.uint8) if zeros else None,
+        given,
         group_index=source.order(k) // group if act_order else None,
     )
 
@@ -263,7 +270,7 @@ def check_w4a16(
     n: int,
     k: int,
     group: int = 128,
-    zeros: bool = False,
+    zeros: Zeros = False,
     act_order: bool = False,
     launch: Any = None,
 ) -> None:
@@ -279,10 +286,12 @@ def check_w4a16(
     assert not workspace.counters.any()
 
 
-def check_expanded_w4(device: str, dtype: torch.dtype, m: int, n: int, k: int, group: int, act_order: bool) -> None:
+def check_expanded_w4(
+    device: str, dtype: torch.dtype, m: int, n: int, k: int, group: int, act_order: bool, zeros: Zeros = True
+) -> None:
     """Expanded weights are the exact ones, rounded once; the product takes them in pieces of a given room."""
     source = Source(device)
-    weight = random_w4(source, n, k, group, True, act_order)
+    weight = random_w4(source, n, k, group, zeros, act_order)
     reference = weight.dequantize(torch.float64)
     packed_order = reference if weight.order is None else reference[:, weight.order.long()]
     out = poisoned(n - 3, k, like=source.normal(1, dtype=dtype))

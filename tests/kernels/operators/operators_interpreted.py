@@ -96,17 +96,18 @@ def test_skinny(dtype: torch.dtype, rows: int, launch: Any) -> None:
 )
 @pytest.mark.parametrize(
     ("group", "zeros", "act_order"),
-    [(32, True, False), (64, False, False), (576, True, False), (64, True, True)],
-    ids=["g32 zeros", "g64", "one group", "act-order"],
+    [(32, True, False), (64, False, False), (576, True, False), (64, True, True), (64, "fractional", True)],
+    ids=["g32 zeros", "g64", "one group", "act-order", "fractional zeros"],
 )
-def test_w4a16(rows: int, launch: Any, group: int, zeros: bool, act_order: bool) -> None:
+def test_w4a16(rows: int, launch: Any, group: int, zeros: check.Zeros, act_order: bool) -> None:
     dtype = FP16 if zeros else FP32
     check.check_w4a16("cpu", dtype, rows, 70, 576, group, zeros, act_order, launch)
 
 
+@pytest.mark.parametrize("zeros", [True, "fractional"])
 @pytest.mark.parametrize("act_order", [False, True])
-def test_expanded_w4(act_order: bool) -> None:
-    check.check_expanded_w4("cpu", FP16, 5, 70, 576, 64, act_order)
+def test_expanded_w4(act_order: bool, zeros: check.Zeros) -> None:
+    check.check_expanded_w4("cpu", FP16, 5, 70, 576, 64, act_order, zeros)
 
 
 @pytest.mark.parametrize("groups", [0, 5])

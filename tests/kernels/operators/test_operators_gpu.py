@@ -136,6 +136,7 @@ def test_skinny(dtype: torch.dtype, n: int, k: int, rows: int, launch: Any) -> N
         (333, 576, 32, True, False),
         (640, 1024, 1024, True, False),
         (256, 2048, 128, True, True),
+        (512, 1024, 128, "fractional", False),
     ],
     ids=str,
 )
@@ -157,15 +158,16 @@ def test_skinny(dtype: torch.dtype, n: int, k: int, rows: int, launch: Any) -> N
     ids=str,
 )
 def test_w4a16(
-    dtype: torch.dtype, rows: int, launch: Any, n: int, k: int, group: int, zeros: bool, act_order: bool
+    dtype: torch.dtype, rows: int, launch: Any, n: int, k: int, group: int, zeros: check.Zeros, act_order: bool
 ) -> None:
     check.check_w4a16("cuda", dtype, rows, n, k, group, zeros, act_order, launch)
 
 
 @HALVES
+@pytest.mark.parametrize("zeros", [True, "fractional"])
 @pytest.mark.parametrize("act_order", [False, True])
-def test_expanded_w4(dtype: torch.dtype, act_order: bool) -> None:
-    check.check_expanded_w4("cuda", dtype, 40, 1000, 4096, 128, act_order)
+def test_expanded_w4(dtype: torch.dtype, act_order: bool, zeros: check.Zeros) -> None:
+    check.check_expanded_w4("cuda", dtype, 40, 1000, 4096, 128, act_order, zeros)
 
 
 @HALVES
