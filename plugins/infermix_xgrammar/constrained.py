@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 #: Of those that fill masks: rows take microseconds, and a thread takes some to wake.
 _MOST_THREADS = 8
-#: Rows that take longer than handing them to a thread and back does.
-_FEWEST_BESIDE = 4
 
 
 def build_constrained(options: ConstrainedOptions, context: DecoderContext) -> MaskedDecoder:
@@ -97,10 +95,8 @@ class GrammarMasks:
             limited |= not state.ended and self._fill_behind(state.matcher, drafts[row], bits, row)
         return limited
 
-    def begin(self, sequences: Seq[Sequence], bits: Tensor) -> Callable[[], bool] | None:
-        """By a thread: xgrammar leaves the interpreter to others while it works."""
-        if len(sequences) < _FEWEST_BESIDE:
-            return None
+    def begin(self, sequences: Seq[Sequence], bits: Tensor) -> Callable[[], bool]:
+        """By a thread: xgrammar leaves the interpreter to others while it works. Worth it for one row of JSON, too."""
         return self._beside.submit(self.fill_all, sequences, [()] * len(sequences), bits).result
 
     def forget(self, sequence: Sequence) -> None:

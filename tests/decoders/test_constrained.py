@@ -109,11 +109,8 @@ def test_rows_that_are_begun_are_those_that_are_filled() -> None:
             for sequence in (sequences[1], sequences[4]) if behind == "1" else (sequences[1],) if behind else ():
                 sequence.tokens += ids(behind)
             bits, expected = torch.empty(5, 3, dtype=torch.int32), torch.zeros(5, 3, dtype=torch.int32)
-            wait = beside.begin(sequences, bits)
-            assert wait is not None
-            assert wait() == together.fill_all(sequences, [()] * 5, expected)
+            assert beside.begin(sequences, bits)() == together.fill_all(sequences, [()] * 5, expected)
             assert torch.equal(bits, expected)
-    assert beside.begin(sequences[:1], bits) is None
 
 
 def test_a_token_that_breaks_the_constraint_is_said_when_it_is_waited_for() -> None:
