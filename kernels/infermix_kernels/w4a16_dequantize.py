@@ -44,8 +44,9 @@ def dequantize_kernel(
         offset = offset_of(zero, DTYPE, ASM)
         for within in tl.static_range(PLANES):
             columns = run * 256 + (part * PLANES + within) * 32 + ks
-            plane: tl.constexpr = part * PLANES + within
-            values = scaled_plane(packed, offset[:, None], rest[:, None], scale[:, None], plane, FRACTIONAL, ASM)
+            values = scaled_plane(
+                packed, offset[:, None], rest[:, None], scale[:, None], part * PLANES + within, FRACTIONAL, ASM
+            )
             at = tile.to(tl.int64)[:, None] * stride_out + columns[None, :]
             tl.store(out + at, values, mask=valid & (columns < K)[None, :])
 

@@ -96,7 +96,7 @@ class GrammarMasks:
         return limited
 
     def begin(self, sequences: Seq[Sequence], bits: Tensor) -> Callable[[], bool]:
-        """By a thread: xgrammar leaves the interpreter to others while it works. Worth it for one row of JSON, too."""
+        """By a thread: xgrammar leaves the interpreter to others while it works. One row of JSON is worth it, too."""
         return self._beside.submit(self.fill_all, sequences, [()] * len(sequences), bits).result
 
     def forget(self, sequence: Sequence) -> None:
