@@ -53,14 +53,14 @@ class Ticket:
     sampler: Sampler
 
 
-def _proposal(owners: Seq[Seq[int]], columns: Seq[Tensor], distributions: Seq[Tensor] | None) -> Proposal:
+def _proposal(owners: Seq[Seq[int]], columns: list[Tensor], distributions: list[Tensor] | None) -> Proposal:
     """Of what each step drew for its owners; those that want fewer drafts are missing in the later ones."""
     if not columns:
         return Proposal()
-    drawn = host_ids(torch.cat(list(columns)))
+    drawn = host_ids(torch.cat(columns))
     places = _places(owners)
     tokens = {owner: tuple([drawn[place] for place in own]) for owner, own in places.items()}
-    return Proposal(tokens) if distributions is None else Proposal(tokens, places, torch.cat(list(distributions)))
+    return Proposal(tokens) if distributions is None else Proposal(tokens, places, torch.cat(distributions))
 
 
 def _places(owners: Seq[Seq[int]]) -> dict[int, Seq[int]]:
@@ -87,10 +87,12 @@ class DraftModel:
         columns: list[Tensor] = []
         distributions: list[Any] = []
         owners: list[list[int]] = []
-        for step in range(max((count for _, count in ready), default=0)):
-            going = [shadow for shadow, count in ready if count > step]
-            entries = [Scheduled(each, 1 if step else each.num_uncomputed) for each in going]
-            forward = self._second.runner.forward(Plan(entries))
+        counts = [count for _, count in ready]
+        for step in range(max(counts, default=0)):
+            if step < 2 or step >= min(counts):  # else the same sequences, one token each, once more
+                going = [shadow for shadow, count in ready if count > step]
+                plan = Plan([Scheduled(each, 1 if step else each.num_uncomputed) for each in going])
+            forward = self._second.runner.forward(plan)
             ids, q = self._draw(forward, greedy)
             columns.append(ids)
             distributions.append(q)
