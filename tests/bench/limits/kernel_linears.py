@@ -157,6 +157,10 @@ def _w4a16(sheet: Sheet, rows: int, table: MatmulTable | None) -> None:
         ("ours", partial(_our_w4, options), True),
         ("ours, no early starts", partial(_our_w4, {**options, "pdl": False}), True),
     ]
+    contenders += [
+        (f"ours, no early starts, {name} zero points", partial(_our_w4, {**options, "pdl": False}, zeros=zeros), True)
+        for name, zeros in (("byte", torch.uint8), ("16-bit", DTYPE), ("32-bit", torch.int32))
+    ]
     if table is not None:
         contenders.append(("ours tuned", partial(_our_w4, {**options, "launches": table}), True))
     contenders += [
@@ -204,8 +208,11 @@ def _nf4(rows: int) -> tuple[float, float]:
     return measure(weights, rows, WeightNf4.linear)
 
 
-def _our_w4(options: dict[str, Any], weight: Weight4) -> Linear:
+def _our_w4(options: dict[str, Any], weight: Weight4, zeros: torch.dtype | None = None) -> Linear:
+    """With `zeros`, the zero points (8 everywhere, the meaning without any) are read from memory as such numbers."""
     packed = pack_w4(weight.q, weight.scales)
+    if zeros is not None:
+        packed = replace(packed, zeros=torch.full_like(packed.scales, 8).to(zeros))
     return lambda x: w4a16.w4a16_linear(x, packed, **options)
 
 
