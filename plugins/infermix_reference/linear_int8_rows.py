@@ -49,8 +49,8 @@ class Int8RowsLinear(nn.Module):
         return weight
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = x.reshape(-1, self.in_features)
-        if len(rows) >= EXPANDED_FROM:
+        rows = x.reshape(-1, self.in_features).contiguous()
+        if x.dtype != self.scale.dtype or not 0 < len(rows) < EXPANDED_FROM:
             return F.linear(x, self.dequantize(x.dtype), self.bias)
         out = torch._weight_int8pack_mm(rows, self.weight, self.scale).view(*x.shape[:-1], self.out_features)
         return out if self.bias is None else out + self.bias

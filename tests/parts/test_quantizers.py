@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from infermix.errors import UserError
 from infermix.roles.quantizer import QuantizerContext
 from infermix.toolkit.linears import QuantizedLinear, find_linears
@@ -170,6 +171,22 @@ def test_int8_rows_depend_on_no_company() -> None:
     x = torch.randn(EXPANDED_FROM - 1, 64).to(torch.bfloat16)
     together, alone = model["up"](x), torch.cat([model["up"](row[None]) for row in x])
     assert torch.equal(together, alone)
+
+
+def test_int8_rows_take_what_other_linears_take() -> None:
+    """No rows at all, rows that lie apart, leading dimensions, numbers of another dtype."""
+    model = nn.ModuleDict({"up": nn.Linear(64, 96).to(torch.bfloat16)})
+    _rtn(bits=8, granularity="channel").apply(model, QuantizerContext(device="cpu", dtype="bfloat16"))
+    up = model["up"]
+    assert isinstance(up, Int8RowsLinear)
+    wide = torch.randn(3, 2, 200).to(torch.bfloat16)
+    assert up(wide[:0, :, :64]).shape == (0, 2, 96)
+    assert torch.equal(up(wide[:, :, 100:164]), up(wide[:, :, 100:164].contiguous()))
+    exact = F.linear(wide[..., :64].float(), up.dequantize(torch.float32), up.bias.float())
+    up.bias = nn.Parameter(up.bias.float())
+    torch.testing.assert_close(up(wide[..., :64].float()), exact)
+    wide[1, 1, 3] = float("nan")
+    assert up(wide[..., :64]).isnan().any(-1).tolist() == [[False, False], [False, True], [False, False]]
 
 
 @pytest.mark.parametrize(
