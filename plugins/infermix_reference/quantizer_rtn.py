@@ -67,7 +67,7 @@ class RtnQuantizer:
         )
         check_scales(linear, scale)
         plain = self._bits == 8 and self._granularity == "channel" and zero is None
-        if plain and multiplies_rows(getattr(torch, context.dtype), context.device, linear.in_features):
+        if plain and multiplies_rows(scale.dtype, context.device, linear.in_features):
             return Int8RowsLinear((q.to(torch.int16) - 128).to(torch.int8), scale[:, 0], linear.bias)
         return QuantizedLinear(q, scale, zero, bits=self._bits, bias=linear.bias)
 
