@@ -59,12 +59,13 @@ def test_predictions_of_held_out_runs_are_published(
     (row,) = report["cells"]
     assert row["held_out"]
     assert {"output_tokens_per_s", "ttft_s_p50", "tpot_s_p50"} <= set(row["figures"])
-    assert abs(row["figures"]["output_tokens_per_s"]["error"]) < 0.9, "not a limit of accuracy: any busy machine"
+    (record,), (real,) = (scan_records(each, Summary).records for each in (predicted, measured))
+    for name, figure in row["figures"].items():  # how large errors are is up to how busy the machine is
+        assert (figure["predicted"], figure["measured"]) == (record.metrics[name].value, real.metrics[name].value)
+        assert figure["error"] == pytest.approx(figure["predicted"] / figure["measured"] - 1)
     assert "largest, held out" in capsys.readouterr().out
-    (record,) = scan_records(predicted, Summary).records
     assert record.simulated
     assert record.engine is not None
     assert record.engine.executed["step_times"]["from"] == "calibration"
     assert record.engine.executed["step_times"]["differs"] == []
-    everything = [*scan_records(predicted, Summary).records, *scan_records(measured, Summary).records]
-    assert len(build_board(everything).tables) == 2
+    assert len(build_board([record, real]).tables) == 2
