@@ -26,7 +26,7 @@ class Int8RowsLinear(nn.Module):
     Sums are fp32 and rounded once. Below `EXPANDED_FROM` rows, a row has the same bits whatever the others are.
     """
 
-    kernel = f"torch int8 weights x bf16 below {EXPANDED_FROM} rows, dequantize+matmul from there on"
+    kernel = f"torch int8 weights x bf16 below {EXPANDED_FROM} rows, dequantize+matmul otherwise"
     weight: Tensor
     scale: Tensor
 

@@ -19,8 +19,6 @@ from torch import Tensor, nn
 
 from infermix_reference.linear_int8_rows import Int8RowsLinear, multiplies_rows
 
-KERNEL = "dequantize+matmul"
-
 
 class RtnQuantizer:
     """`granularity` says what shares a scale: the matrix, an output row, or `group_size` weights of a row."""
@@ -47,9 +45,7 @@ class RtnQuantizer:
             method=self._method(),
             bits_per_weight=8 * num_bytes / num_weights,
             quantized_bytes=num_bytes,
-            kernels={
-                name: each.kernel if isinstance(each, Int8RowsLinear) else KERNEL for name, each in linears.items()
-            },
+            kernels={name: each.kernel for name, each in linears.items()},
             skipped=skipped,
         )
 

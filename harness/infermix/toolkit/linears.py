@@ -162,6 +162,7 @@ class QuantizedLinear(nn.Module):
     a scale.
     """
 
+    kernel = "dequantize+matmul"
     packed: Tensor
     scale: Tensor
     zero: Tensor | None
