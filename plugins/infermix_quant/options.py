@@ -147,10 +147,11 @@ class AwqOptions(CalibratedOptions, frozen=True, kw_only=True):
 
 class SmoothQuantOptions(CalibratedOptions, frozen=True, kw_only=True):
     alpha: Annotated[
-        Annotated[float, Meta(ge=0, le=1)] | Literal["search"],
+        Annotated[float, Meta(ge=0, le=1)] | Literal["search", "fit"],
         Meta(
             description="share of the difficulty that moves from activations to weights; search: for every input the "
-            "one of 0, 0.05 ... 1 (or no scaling) whose rounded outputs err least on calibration samples"
+            "one of 0, 0.05 ... 1 (or no scaling) whose rounded outputs err least on calibration samples; fit: "
+            "scales of every channel, by a descent from there on the error that rounding is expected to make"
         ),
     ] = 0.5
     fold: Annotated[

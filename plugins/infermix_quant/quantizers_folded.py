@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -22,7 +22,8 @@ from infermix_quant.linear_grouped import QuantLinear
 from infermix_quant.linear_int8 import INT8_MAX, Int8Linear, int8_weight
 from infermix_quant.observe import InputGroup, observe
 from infermix_quant.options import AwqOptions, SmoothQuantOptions
-from infermix_quant.smooth import SEARCH_ROWS, search_alpha, smooth_scale
+from infermix_quant.smooth import SEARCH_ROWS, Smoothed, search_alpha, smooth_scale
+from infermix_quant.smooth_fit import FIT_ROWS, Fitted, fit_scale
 from infermix_quant.static_scales import described_activations, peaks_of, round_int8_at, static_scale
 
 
@@ -143,15 +144,19 @@ class SmoothQuantQuantizer(FoldedQuantizer):
     def __init__(self, options: SmoothQuantOptions) -> None:
         super().__init__(options)
         self._choice, self.norms_only = options, options.fold == "norms"
-        self.num_rows = SEARCH_ROWS if options.alpha == "search" else 0
-        self._alphas: Counter[str] = Counter()
+        self.num_rows = {"search": SEARCH_ROWS, "fit": FIT_ROWS}.get(str(options.alpha), 0)
+        self._found: list[Smoothed] = []
         self._peaks: dict[str, float] = {}
         self.method = (
             f"smoothquant w8a8 int8 per channel, activations {described_activations(options)}, {_described(options)}"
         )
 
     def chosen(self) -> Mapping[str, Any]:
-        return {"alphas": dict(sorted(self._alphas.items()))} if self._alphas else {}
+        alphas = Counter("none" if found.alpha is None else f"{found.alpha:g}" for found in self._found)
+        ratios = [found.ratio for found in self._found if isinstance(found, Fitted)]
+        if ratios:
+            return {"start_alphas": dict(sorted(alphas.items())), "mean_ratio_to_start": fmean(ratios)}
+        return {"alphas": dict(sorted(alphas.items()))} if alphas else {}
 
     def folded(self, layer: CalibrationLayer, linears: Sequence[FoundLinear]) -> None:
         """Static scales are those of the inputs as they are now."""
@@ -162,15 +167,16 @@ class SmoothQuantQuantizer(FoldedQuantizer):
     def scale(self, group: InputGroup, fold: Fold) -> Tensor | None:
         assert group.max_abs is not None
         weights, alpha = [linear.weight for linear in group.linears], self._choice.alpha
-        return self._searched(group, weights) if alpha == "search" else smooth_scale(group.max_abs, weights, alpha)
+        if isinstance(alpha, str):
+            return self._best(group, weights, fit_scale if alpha == "fit" else search_alpha)
+        return smooth_scale(group.max_abs, weights, alpha)
 
-    def _searched(self, group: InputGroup, weights: Sequence[Tensor]) -> Tensor | None:
-        assert group.max_abs is not None
+    def _best(self, group: InputGroup, weights: Sequence[Tensor], find: Callable[..., Smoothed]) -> Tensor | None:
         assert group.rows is not None
-        found = search_alpha(group.rows, group.max_abs, weights, static=self._choice.activations == "tensor")
+        found = find(group.rows, group.max_abs, weights, static=self._choice.activations == "tensor")
         self._errors.append(found.error)
-        self._alphas["none" if found.alpha is None else f"{found.alpha:g}"] += 1
-        return None if found.alpha is None else found.scale
+        self._found.append(found)
+        return None if bool((found.scale == 1).all()) else found.scale
 
     def make(self, linear: FoundLinear, group: InputGroup) -> QuantLinear:
         weight, scale = int8_weight(linear.weight)
@@ -180,5 +186,7 @@ class SmoothQuantQuantizer(FoldedQuantizer):
 
 
 def _described(options: SmoothQuantOptions) -> str:
-    alpha = "searched per input" if options.alpha == "search" else f"{options.alpha:g}"
-    return f"alpha {alpha}{'' if options.fold == 'norms' else ', folded into linears too'}"
+    searched = {"search": "alpha searched per input", "fit": "scales fitted per input"}
+    alpha = options.alpha
+    chosen = searched[alpha] if isinstance(alpha, str) else f"alpha {alpha:g}"
+    return f"{chosen}{'' if options.fold == 'norms' else ', folded into linears too'}"

@@ -22,7 +22,8 @@ _LEAST = 1e-5
 
 @dataclass(frozen=True)
 class Smoothed:
-    """`scale [K]` of exponent `alpha` (`None`: no scaling), and the relative error of the rounded outputs."""
+    """`scale [K]` and the relative error of the rounded outputs; `alpha` is its exponent, or that it started from
+    (`None`: no scaling)."""
 
     alpha: float | None
     scale: Tensor
@@ -39,28 +40,40 @@ def smooth_scale(max_abs: Tensor, weights: Sequence[Tensor], alpha: float) -> Te
 def search_alpha(rows: Tensor, max_abs: Tensor, weights: Sequence[Tensor], *, static: bool) -> Smoothed:
     """The exponent of `ALPHAS` with the smallest summed squared error of all outputs over `rows [R, K]`.
 
-    Both sides of the product are rounded as the linear rounds them: weights per output, activations per row or
-    (`static`) by the one scale that `max_abs` gives. No scaling is among the candidates: on these rows, the result is
-    never worse than that.
+    No scaling is among the candidates: on these rows, the result is never worse than that.
     """
-    wide = [weight.detach().float() for weight in weights]
-    exact = [rows @ weight.t() for weight in wide]
-    power = float(sum(out.square().sum() for out in exact))
+    rounding = Rounding(rows, max_abs, weights, static=static)
     candidates = [
         (None, torch.ones_like(max_abs)),
-        *((alpha, smooth_scale(max_abs, wide, alpha)) for alpha in ALPHAS),
+        *((alpha, smooth_scale(max_abs, rounding.weights, alpha)) for alpha in ALPHAS),
     ]
-    found = [(_error(rows, max_abs, wide, exact, scale, static), alpha, scale) for alpha, scale in candidates]
+    found = [(rounding.error(scale), alpha, scale) for alpha, scale in candidates]
     least, alpha, scale = min(found, key=lambda each: each[0])
-    return Smoothed(alpha, scale, (least / max(power, 1e-30)) ** 0.5)
+    return Smoothed(alpha, scale, rounding.relative(least))
 
 
-def _error(
-    rows: Tensor, max_abs: Tensor, weights: Sequence[Tensor], exact: Sequence[Tensor], scale: Tensor, static: bool
-) -> float:
-    seen = _seen(rows / scale, (max_abs / scale).amax() / INT8_MAX if static else None)
-    products = (seen @ _rounded(weight * scale).t() for weight in weights)
-    return float(sum((product - out).square().sum() for product, out in zip(products, exact, strict=True)))
+class Rounding:
+    """Errors of the outputs of `weights [N, K]` on `rows [R, K]`, by the scale of the input.
+
+    Both sides of a product are rounded as the linear rounds them: weights per output, activations per row or
+    (`static`) by the one scale that the largest magnitudes `max_abs [K]` give.
+    """
+
+    def __init__(self, rows: Tensor, max_abs: Tensor, weights: Sequence[Tensor], *, static: bool) -> None:
+        self._rows, self._max_abs, self._static = rows, max_abs, static
+        self.weights = [weight.detach().float() for weight in weights]
+        self._exact = [rows @ weight.t() for weight in self.weights]
+
+    def error(self, scale: Tensor) -> float:
+        """Summed over all outputs, squared."""
+        seen = _seen(self._rows / scale, (self._max_abs / scale).amax() / INT8_MAX if self._static else None)
+        outputs = (seen @ _rounded(weight * scale).t() for weight in self.weights)
+        return float(sum((output - exact).square().sum() for output, exact in zip(outputs, self._exact, strict=True)))
+
+    def relative(self, error: float) -> float:
+        """The root of a squared error, as a share of the outputs' norm."""
+        power = float(sum(exact.square().sum() for exact in self._exact))
+        return (error / max(power, 1e-30)) ** 0.5
 
 
 def _seen(x: Tensor, fixed: Tensor | None) -> Tensor:
