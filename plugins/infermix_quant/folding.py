@@ -162,7 +162,7 @@ def restored(modules: Sequence[nn.Module]) -> Iterator[None]:
             parameter.data.copy_(value)
 
 
-def _fits(fold: Fold, scale: Tensor) -> bool:
+def fits(fold: Fold, scale: Tensor) -> bool:
     """Whether the dtype holds what the scales make of the parameters: those of fp16 end at 65,504."""
     modules = [fold.source, *fold.consumers]
     with restored(modules):
@@ -187,7 +187,7 @@ def fold_each(
     for group in groups:
         fold = find_fold(layer, group, norms_only=norms_only)
         scale = None if fold is None else scale_of(group, fold)
-        if fold is None or scale is None or not _fits(fold, scale):
+        if fold is None or scale is None or not fits(fold, scale):
             continue
         fold.apply(scale)
         group.divide(scale)

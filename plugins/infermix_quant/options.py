@@ -150,8 +150,8 @@ class SmoothQuantOptions(CalibratedOptions, frozen=True, kw_only=True):
         Annotated[float, Meta(ge=0, le=1)] | Literal["search", "fit"],
         Meta(
             description="share of the difficulty that moves from activations to weights; search: for every input the "
-            "one of 0, 0.05 ... 1 (or no scaling) whose rounded outputs err least on calibration samples; fit: "
-            "scales of every channel, by a descent from there on the error that rounding is expected to make"
+            "one of 0, 0.05 ... 1 (or no scaling) whose rounded outputs err least on calibration samples; fit: no "
+            "exponent, but a scale for every channel, by a descent from there on the error expected of rounding"
         ),
     ] = 0.5
     fold: Annotated[

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from infermix_quant import common
 from infermix_quant.awq import AwqSettings, clip_and_round, search_scale
 from infermix_quant.cache import cached
-from infermix_quant.folding import Fold, fold_each
+from infermix_quant.folding import Fold, fits, fold_each
 from infermix_quant.gptq import output_error
 from infermix_quant.linear_grouped import QuantLinear
 from infermix_quant.linear_int8 import INT8_MAX, Int8Linear, int8_weight
@@ -168,12 +169,17 @@ class SmoothQuantQuantizer(FoldedQuantizer):
         assert group.max_abs is not None
         weights, alpha = [linear.weight for linear in group.linears], self._choice.alpha
         if isinstance(alpha, str):
-            return self._best(group, weights, fit_scale if alpha == "fit" else search_alpha)
+            return self._best(group, weights, fold, fit_scale if alpha == "fit" else search_alpha)
         return smooth_scale(group.max_abs, weights, alpha)
 
-    def _best(self, group: InputGroup, weights: Sequence[Tensor], find: Callable[..., Smoothed]) -> Tensor | None:
+    def _best(
+        self, group: InputGroup, weights: Sequence[Tensor], fold: Fold, find: Callable[..., Smoothed]
+    ) -> Tensor | None:
         assert group.rows is not None
         found = find(group.rows, group.max_abs, weights, static=self._choice.activations == "tensor")
+        if isinstance(found, Fitted) and not fits(fold, found.scale):  # fp16 ends where a searched scale may not
+            error = found.error / max(found.ratio, 1e-30) ** 0.5
+            found = replace(found, scale=found.start, error=error, ratio=1.0)
         self._errors.append(found.error)
         self._found.append(found)
         return None if bool((found.scale == 1).all()) else found.scale

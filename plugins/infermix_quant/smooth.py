@@ -17,7 +17,8 @@ from infermix_quant.linear_int8 import INT8_MAX, int8_weight, quantize_rows_int8
 #: Rows of an input that the search multiplies, once per exponent: a calibration of few forwards in all.
 SEARCH_ROWS = 512
 ALPHAS = tuple(step / 20 for step in range(21))
-_LEAST = 1e-5
+#: Scales lie between this and its inverse.
+LEAST_SCALE = 1e-5
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,8 @@ class Smoothed:
 def smooth_scale(max_abs: Tensor, weights: Sequence[Tensor], alpha: float) -> Tensor:
     """The scale `[K]` of an input with the largest magnitudes `max_abs [K]`, read by `weights [N, K]`."""
     largest = torch.stack([weight.float().abs().amax(dim=0) for weight in weights]).amax(dim=0)
-    scale = max_abs.clamp_min(_LEAST).pow(alpha) / largest.clamp_min(_LEAST).pow(1 - alpha)
-    return scale.clamp(_LEAST, 1 / _LEAST)
+    scale = max_abs.clamp_min(LEAST_SCALE).pow(alpha) / largest.clamp_min(LEAST_SCALE).pow(1 - alpha)
+    return scale.clamp(LEAST_SCALE, 1 / LEAST_SCALE)
 
 
 def search_alpha(rows: Tensor, max_abs: Tensor, weights: Sequence[Tensor], *, static: bool) -> Smoothed:

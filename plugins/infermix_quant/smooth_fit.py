@@ -1,14 +1,15 @@
 """Scales of SmoothQuant that make the expected rounding error itself small, instead of a power of magnitudes.
 
-Rounding to nearest with a step d errs by d^2 / 12 on average. With s = exp(l), inputs x / s [R, K] rounded per row
-and weights w s [N, K] per output, both in 127 steps, 12 * 127^2 times the squared error of all outputs is expected
-to be
+Rounding to nearest with a step d errs by d^2 / 12 on average where values are larger than d. With s = exp(l), inputs
+x / s [R, K] rounded per row and weights w s [N, K] per output, both in 127 steps, 12 * 127^2 times the squared error
+of all outputs is then expected to be (without the product of both errors, which is small)
 
     sum_r max_k (x_rk^2 e^-2l_k) * sum_nk w_nk^2 e^2l_k  +  sum_n max_k (w_nk^2 e^2l_k) * sum_rk x_rk^2 e^-2l_k
 
 Sums and maxima of exponentials of linear functions of l are convex, and so are products of such sums (a geometric
-program: Boyd and Vandenberghe, "Convex Optimization", section 4.5): what a descent finds is no accident of where it
-began. SmoothQuant's exponents are the start, and measured errors decide in the end.
+program: Boyd and Vandenberghe, "Convex Optimization", section 4.5): a descent cannot be caught in a local minimum.
+It starts from SmoothQuant's best exponent and is short: it goes e^4 times up or down at most. Where one massive value
+makes a step larger than most others, the formula is wrong for those; measured errors decide in the end.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from infermix_quant.smooth import SEARCH_ROWS, Rounding, Smoothed, search_alpha
+from infermix_quant.smooth import LEAST_SCALE, SEARCH_ROWS, Rounding, Smoothed, search_alpha
 
-#: Rows of an input that are looked at: with few, the scales suit their largest values and no others.
-FIT_ROWS = 2048
+#: Rows of an input that are kept: one half to fit scales to, one to judge them.
+FIT_ROWS = 4096
 _STEPS, _CHECKED = 160, 40
 #: Adam's (Kingma and Ba, 2014), on the logarithms of the scales: a step changes a scale by some 5 %, later by less.
 _RATE, _MEAN_DECAY, _SQUARE_DECAY, _EPSILON = 0.05, 0.9, 0.99, 1e-12
@@ -30,25 +31,30 @@ _RATE, _MEAN_DECAY, _SQUARE_DECAY, _EPSILON = 0.05, 0.9, 0.99, 1e-12
 
 @dataclass(frozen=True)
 class Fitted(Smoothed):
-    """`ratio`: the squared error on the rows, as a share of that of the scale it started from."""
+    """`start [K]`: the scale it began from; `ratio`: the squared error that is left of that one's, on rows that
+    neither was made for."""
 
+    start: Tensor
     ratio: float
 
 
 def fit_scale(rows: Tensor, max_abs: Tensor, weights: Sequence[Tensor], *, static: bool) -> Fitted:
-    """The scale `[K]` of an input of which `rows [R, K]` are seen, read by `weights [N, K]`.
+    """The scale `[K]` of an input of which `rows [R, K]` fp32 are seen, read by `weights [N, K]`.
 
-    Of the scales that the descent passes through, the one whose rounded outputs err least on the rows. Its start, the
-    choice of `search_alpha`, is among them: on these rows, the result is never worse than that. `static` as there.
+    Every second row is for fitting. Of the scales that the descent on them passes through, it takes the one whose
+    rounded outputs err least on the other rows; its start, the choice of `search_alpha` for about `SEARCH_ROWS` of
+    the rows for fitting, is among them. `static` as there.
     """
-    found = search_alpha(rows[:: max(1, len(rows) // SEARCH_ROWS)], max_abs, weights, static=static)
-    rounding = Rounding(rows, max_abs, weights, static=static)
-    expected = ExpectedError(rows, max_abs, weights, static=static)
-    candidates = [found.scale, *_passed(expected, found.scale)]
+    seen, judging = rows[::2], rows[1::2] if len(rows) > 1 else rows
+    found = search_alpha(seen[:: max(1, len(seen) // SEARCH_ROWS)], max_abs, weights, static=static)
+    rounding = Rounding(judging, max_abs, weights, static=static)
+    candidates = [found.scale]
+    if len(rows) > 1:
+        candidates += _passed(ExpectedError(seen, max_abs, weights, static=static), found.scale)
     errors = [rounding.error(scale) for scale in candidates]
     least = min(errors)
-    scale = candidates[errors.index(least)]
-    return Fitted(found.alpha, scale, rounding.relative(least), least / max(errors[0], 1e-30))
+    ratio = least / errors[0] if errors[0] > 0 else 1.0
+    return Fitted(found.alpha, candidates[errors.index(least)], rounding.relative(least), found.scale, ratio)
 
 
 def _passed(expected: ExpectedError, start: Tensor) -> list[Tensor]:
@@ -63,7 +69,7 @@ def _passed(expected: ExpectedError, start: Tensor) -> list[Tensor]:
         size = (square / (1 - _SQUARE_DECAY**step)).sqrt() + _EPSILON
         at = at - _RATE * (1 - (step - 1) / _STEPS) * mean / (1 - _MEAN_DECAY**step) / size
         if step % _CHECKED == 0:
-            passed.append(at.exp())
+            passed.append(at.exp().clamp(LEAST_SCALE, 1 / LEAST_SCALE))
     return passed
 
 
@@ -75,22 +81,35 @@ class ExpectedError:
         self._power = rows.square().sum(0)
         self._weights = torch.cat([weight.detach().float() for weight in weights]).square()
         self._columns = self._weights.sum(0)
+        self._known = (self._power > 0) & (self._columns > 0)
 
     def value(self, log_scale: Tensor) -> Tensor:
         """At l `[K]`, a scalar."""
-        return sum((peaks.sum() * others.sum() for peaks, _, others in self._terms(log_scale)), torch.tensor(0.0))
+        (inputs, _, columns), (weights, _, power) = self._terms(log_scale)
+        return inputs.sum() * columns.sum() + weights.sum() * power.sum()
 
     def slope(self, log_scale: Tensor) -> Tensor:
-        """A subgradient of half the logarithm, `[K]`: it is of one size for all inputs."""
+        """A subgradient of half the logarithm, `[K]`: it is of one size for all inputs.
+
+        0 for channels of which the rows or the weights show nothing: one side alone would pull them away for ever.
+        """
         (inputs, where, columns), (weights, place, power) = self._terms(log_scale)
         total = inputs.sum() * columns.sum() + weights.sum() * power.sum()
-        lowered = torch.zeros_like(columns).index_add_(0, where, inputs) * columns.sum() + weights.sum() * power
-        raised = inputs.sum() * columns + torch.zeros_like(power).index_add_(0, place, weights) * power.sum()
-        return (raised - lowered) / total
+        lowered = _by_channel(inputs, where, columns) * columns.sum() + weights.sum() * power
+        raised = inputs.sum() * columns + _by_channel(weights, place, power) * power.sum()
+        return ((raised - lowered) / total).where(self._known, 0)
 
     def _terms(self, log_scale: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
-        """Of either product: maxima and their columns `[R]` or `[N]`, and the sum's parts `[K]`."""
+        """Of either product: maxima and their channels `[R]` or `[N]`, and the sum's parts `[K]`."""
         up = torch.exp(2 * log_scale)
         inputs, where = (self._inputs / up).max(dim=1)
         weights, place = (self._weights * up).max(dim=1)
         return (inputs, where, self._columns * up), (weights, place, self._power / up)
+
+
+def _by_channel(values: Tensor, channels: Tensor, like: Tensor) -> Tensor:
+    """Sums of `values [R]`, like `like [K]`, in one order: `index_add_` has none on a GPU, `index_put_` on a CPU."""
+    sums = torch.zeros_like(like)
+    if values.is_cuda:
+        return sums.index_put_((channels,), values, accumulate=True)
+    return sums.index_add_(0, channels, values)

@@ -64,6 +64,7 @@ VARIANTS: dict[tuple[Role, str], list[dict[str, Any]]] = {
         {"alpha": 1.0},
         {"activations": "tensor", "observer": "mse"},
         {"alpha": "search", "fold": "all"},
+        {"alpha": "fit", "fold": "all"},
     ],
     (Role.QUANTIZER, "int8"): [{"activations": "tensor"}],
     (Role.QUANTIZER, "hqq"): [{"bits": bits, "group_size": 32} for bits in (2, 3, 8)] + [{"iterations": 0}],
