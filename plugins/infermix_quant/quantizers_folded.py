@@ -154,9 +154,13 @@ class SmoothQuantQuantizer(FoldedQuantizer):
 
     def chosen(self) -> Mapping[str, Any]:
         alphas = Counter("none" if found.alpha is None else f"{found.alpha:g}" for found in self._found)
-        ratios = [found.ratio for found in self._found if isinstance(found, Fitted)]
-        if ratios:
-            return {"start_alphas": dict(sorted(alphas.items())), "mean_ratio_to_start": fmean(ratios)}
+        fitted = [found for found in self._found if isinstance(found, Fitted)]
+        if fitted:
+            return {
+                "start_alphas": dict(sorted(alphas.items())),
+                "kept_start": sum(found.scale is found.start for found in fitted),
+                "mean_ratio_to_start": fmean(found.ratio for found in fitted),
+            }
         return {"alphas": dict(sorted(alphas.items()))} if alphas else {}
 
     def folded(self, layer: CalibrationLayer, linears: Sequence[FoundLinear]) -> None:

@@ -149,7 +149,7 @@ def test_what_errs_no_less_than_its_start_is_not_taken(monkeypatch: pytest.Monke
     x, max_abs, weights = _case(2)
     monkeypatch.setattr(smooth_fit, "_passed", lambda expected, start: [start * torch.exp(3 * _randn(96, seed=7))])
     fitted = fit_scale(x, max_abs, weights, static=False)
-    assert torch.equal(fitted.scale, fitted.start)
+    assert fitted.scale is fitted.start
     assert fitted.ratio == 1
 
 
@@ -199,6 +199,7 @@ def test_a_model_is_fitted_input_by_input(activations: str) -> None:
     details = report.details
     assert sum(details["start_alphas"].values()) == 6
     assert details["folded_inputs"] == 6
+    assert details["kept_start"] < 6
     assert 0.3 < details["mean_ratio_to_start"] < 1
     assert details["mean_output_error"] < 1.1 * other.details["mean_output_error"]
     assert error < 1.05 * searched
@@ -223,6 +224,7 @@ def test_scales_that_fp16_does_not_hold_give_way_to_the_start(monkeypatch: pytes
     model = calibration_model("llama").half()
     report = SmoothQuantQuantizer(SmoothQuantOptions(fold="all", alpha="fit")).apply(model, CONTEXT)
     assert report.details["folded_inputs"] == 6
+    assert report.details["kept_start"] == 6, "the record says that nothing was fitted"
     assert report.details["mean_ratio_to_start"] == 1
     assert report.details["mean_output_error"] == pytest.approx(0.02)
     assert bool(model(input_ids=torch.tensor(SAMPLES)).logits.isfinite().all())
